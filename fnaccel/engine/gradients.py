@@ -23,7 +23,18 @@ from fnaccel.world.mesh import MeshAxis
 class Gradients:
     """Local gradients of each leaf (None if it got none) and their multiplier."""
 
-    __slots__ = ("_device", "_leaves", "_over", "_raw", "multiplier", "shards", "skip", "uncounted")
+    __slots__ = (
+        "_device",
+        "_leaves",
+        "_offered",
+        "_over",
+        "_raw",
+        "lent",
+        "multiplier",
+        "shards",
+        "skip",
+        "uncounted",
+    )
 
     def __init__(
         self,
@@ -36,7 +47,9 @@ class Gradients:
         self._leaves = leaves
         self._over = over
         self._device = device
+        self._offered: tuple[dict[str, Any], Gradients] | None = None
         self._raw: torch.Tensor | None = None  # the norm without the multiplier
+        self.lent = True  # the next backward pass may write to their memory
         self.shards = shards
         self.multiplier = multiplier
         self.skip: torch.Tensor | None = None
@@ -86,12 +99,24 @@ class Gradients:
         """Multiply the whole gradient, at no cost now."""
         self.multiplier = factor if self.multiplier is None else self.multiplier * factor
 
-    def materialise(self) -> None:
-        """Carry out the deferred multiply, for transforms that need the values."""
-        if self.multiplier is not None:
+    def materialise(self, *, kept: bool = False) -> None:
+        """Carry out the deferred multiply, for transforms that need the values.
+
+        Args:
+            kept: into memory that no other backward pass writes to.
+        """
+        if kept and self.lent:
+            present = self.present()
+            factor = self.multiplier
+            copies = [x.clone() for x in present] if factor is None else _torch.foreach_mul(present, factor)
+            made = iter(copies if present else ())
+            self.shards = [next(made) if g is not None and g.numel() else g for g in self.shards]
+            self.lent = False
+        elif self.multiplier is not None:
             present = self.present()
             if present:
                 _torch.foreach_mul_(present, self.multiplier)
+        if self.multiplier is not None:
             self._raw = None if self._raw is None else self.norm()
             self.multiplier = None
 
@@ -114,11 +139,17 @@ class Gradients:
             return self.uncounted if self.skip is None else self.skip
         return torch.maximum(self.skip, self.uncounted)
 
-    def by_name(self) -> dict[str, Any]:
-        """The gradients as a user's transform sees them: by name, DTensors if sharded."""
-        self.materialise()
+    def by_name(self, *, kept: bool = False) -> dict[str, Any]:
+        """The gradients as a user's transform sees them: by name, DTensors if sharded. See `materialise`."""
+        self.materialise(kept=kept)
         pairs = zip(self._leaves, self.shards, strict=True)
         return {leaf.name: leaf.like(shard) for leaf, shard in pairs if shard is not None}
+
+    def offer(self, second: Gradients) -> dict[str, Any]:
+        """Second gradients by name. If a transform returns just these, `replace` copies nothing."""
+        shown = second.by_name(kept=True)
+        self._offered = dict(shown), second
+        return shown
 
     def replace(self, named: Tree, transform: str) -> None:
         """Take the gradients that a user's transform returned, in any layout of the same tensors.
@@ -127,6 +158,11 @@ class Gradients:
             TreeMismatchError: other names or shapes than it was given. Nothing was taken.
         """
         leaves = {leaf.name: leaf for leaf, g in zip(self._leaves, self.shards, strict=True) if g is not None}
+        offered, self._offered = self._offered, None
+        if offered is not None and leaves.keys() == offered[0].keys() and _same_objects(named, offered[0]):
+            self.shards = offered[1].shards
+            self.changed()
+            return
         problems = differences(named, {name: leaf.shown for name, leaf in leaves.items()}, "gradients")
         if problems:
             raise TreeMismatchError(
@@ -140,7 +176,14 @@ class Gradients:
             list(made.values()), [part_like(named[name], leaf).detach() for name, leaf in leaves.items()]
         )
         self.shards = [made.get(leaf.name) for leaf in self._leaves]
+        self.lent = False
         self.changed()
+
+
+def _same_objects(named: Tree, others: dict[str, Any]) -> bool:
+    if type(named) is not dict or named.keys() != others.keys():
+        return False
+    return all(named[name] is value for name, value in others.items())
 
 
 def with_copies(state: Tree, *shown: Tree) -> Tree:

@@ -39,6 +39,11 @@ _KNOWN = (
         for text in ("calling .item() on a Tensor", "data-dependent control flow")
     ),
     (
+        ("operators that can support dynamic shape",),
+        "the loss makes a tensor whose length depends on values inside of torch.func.vmap, such as x[x > 0]",
+        "keep the shape: torch.where(mask, x, 0)",
+    ),
+    (
         ("must implement the jvp function",),
         "a forward derivative through fa.remat, or through a function of autograd without one",
         "leave fa.remat out of this step, or take vector-Jacobian products: torch.func.vjp",

@@ -59,7 +59,7 @@ class PureGradients:
         """Leave the update out if the norm is NaN or infinite."""
         self.skip_where(~torch.isfinite(self.norm()))
 
-    def by_name(self) -> dict[str, torch.Tensor]:
+    def by_name(self, *, kept: bool = False) -> dict[str, torch.Tensor]:  # noqa: ARG002 - they are values
         """The gradients by parameter name."""
         return dict(zip(self._names, self.values, strict=True))
 

@@ -20,7 +20,17 @@ from fnaccel.step.callables import title
 from fnaccel.step.loss_info import Informed, takes_info
 from fnaccel.step.settings import Settings
 from fnaccel.step.spec import LossPart
-from fnaccel.step.step import GradientHook, Info, ModuleHook, Phase, Step, StepGradients, Trained, UpdateHook
+from fnaccel.step.step import (
+    Capability,
+    GradientHook,
+    Info,
+    ModuleHook,
+    Phase,
+    Step,
+    StepGradients,
+    Trained,
+    UpdateHook,
+)
 from fnaccel.tree import Tree
 
 
@@ -41,12 +51,13 @@ class UserGradients:
 
     fn: Callable[[dict[str, Any], Any, Info], Any]
     name: str
+    twice: bool = False  # it asks for a second gradient
 
     def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:
         """Call it with the gradients by name, and take its result."""
         if (skip := grads.skipped()) is not None:
             info = replace(info, skip=skip)
-        given = grads.by_name()
+        given = grads.by_name(kept=self.twice)
         returned = self.fn(dict(given), state, info)
         if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise ArgumentError(
@@ -55,7 +66,7 @@ class UserGradients:
                 fix="return two values: the gradients by name, and the transform's next state (or None)",
             )
         grads.replace(returned[0], self.name)
-        return with_copies(returned[1], given, info.params)
+        return with_copies(returned[1], given, info.params, returned[0])
 
 
 @attrs.frozen
@@ -172,9 +183,9 @@ def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = No
         elif t.name in delegated:
             pass
         elif t.phase is Phase.GRADS:
-            gradients.append(
-                (t.name, t.apply if _is_record(t.apply, GradientHook) else UserGradients(t.apply, t.name))
-            )
+            twice = Capability.SECOND_GRADIENT in t.needs
+            own = _is_record(t.apply, GradientHook)
+            gradients.append((t.name, t.apply if own else UserGradients(t.apply, t.name, twice)))
         elif t.phase is Phase.UPDATE:
             updates.append((t.name, t.apply if _is_record(t.apply, UpdateHook) else UserUpdate(t.apply)))
         elif t.phase is Phase.CALL and callable(t.apply):

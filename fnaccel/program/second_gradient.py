@@ -6,7 +6,7 @@ Sharpness-aware minimisation (https://arxiv.org/abs/2010.01412) and finite diffe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from fnaccel.engine.gradients import Gradients, differences, part_like
 from fnaccel.engine.passes import Inputs, Outcome
 from fnaccel.engine.user_draws import pausing
 from fnaccel.errors import CapabilityError, TreeMismatchError
+from fnaccel.models.parameter import Leaf
 from fnaccel.program.instance import Instance
 from fnaccel.program.put_back import passes_put_back
 from fnaccel.tree import Tree
@@ -67,23 +68,29 @@ class SecondGradient:
                 where=_WHERE,
                 fix="give a value for each trained parameter, by its name and in its shape",
             )
-        values = [part_like(params[leaf.name], leaf).detach().clone() for leaf in leaves]
+        values = _apart_from([part_like(params[leaf.name], leaf).detach() for leaf in leaves], leaves)
         # a strategy may use the memory of its gradients again, and the hook holds them
-        ours = [grad for grad in first.shards if grad is not None]
+        ours = [grad for grad in first.shards if grad is not None] if first.lent else []
         kept = [grad.clone() for grad in ours]
-        held = [leaf.param.grad for leaf in leaves]
+        held = [leaf.param.grad if first.lent else None for leaf in leaves]
         engine.clear()
         try:
             pairs = [(leaf.shard, value) for leaf, value in zip(leaves, values, strict=True)]
             with Exchange(pairs, copies=True):
                 second = differentiate(self._instance, self._micro_batches, self._inputs).gradients
             assert second is not None  # the passes of gradients leave the update out
-            second.shards = [None if grad is None else grad.clone() for grad in second.shards]
-            return second.by_name()
+            return first.offer(second)
         finally:
             for leaf, grad in zip(leaves, held, strict=True):
                 leaf.param.grad = grad
-            _torch.foreach_copy_(ours, kept)
+            if ours:
+                _torch.foreach_copy_(ours, kept)
+
+
+def _apart_from(values: list[torch.Tensor], leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+    """Copies of the values that share memory with a parameter, which is about to change."""
+    memory = {leaf.shard.untyped_storage().data_ptr() for leaf in leaves}
+    return [value.clone() if value.untyped_storage().data_ptr() in memory else value for value in values]
 
 
 def differentiate(instance: Instance, micro_batches: MicroBatches, inputs: Inputs) -> Outcome:

@@ -118,8 +118,11 @@ class StepGradients(Protocol):
         """Leave the update out if the norm is NaN or infinite."""
         ...
 
-    def by_name(self) -> dict[str, Any]:
-        """The gradients by parameter name, DTensors if sharded."""
+    def by_name(self, *, kept: bool = False) -> dict[str, Any]:
+        """The gradients by parameter name, DTensors if sharded.
+
+        `kept`: in memory that no other backward pass of the update writes to.
+        """
         ...
 
     def replace(self, named: Tree, transform: str) -> None:

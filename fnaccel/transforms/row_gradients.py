@@ -16,6 +16,8 @@ from fnaccel.step.loss_info import Informed
 from fnaccel.tree import Tree
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_RECURRENT = (nn.RNN, nn.GRU, nn.RNNCellBase)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 class Rows(NamedTuple):
@@ -59,7 +61,7 @@ def rows_of(
         MicroBatchError: columns of different lengths, or without rows.
     """
     if not torch.compiler.is_compiling():
-        _check_norms(model, where)
+        _check_layers(model, where)
     leaves, structure = _torch.flatten(batch)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     columns = [leaves[place] for place in places]
@@ -99,14 +101,31 @@ def rows_of(
         yield Rows(grads, norms, totals, weight, _combined(parts, kind))
 
 
-def _check_norms(model: nn.Module, where: str) -> None:
+def _check_layers(model: nn.Module, where: str) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, _NORMS) and module.training:
-            raise CapabilityError(
-                f"{name} is a batch norm in training mode, and a row has no gradient of its own behind one",
-                where=where,
-                fix="a norm over each row, such as nn.GroupNorm or nn.LayerNorm; or eval() the norm",
-            )
+        what = _unmapped(module)
+        if what is not None:
+            raise CapabilityError(f"{name or 'the model'} is {what[0]}", where=where, fix=what[1])
+
+
+def _unmapped(module: Any) -> tuple[str, str] | None:
+    """What a layer is that has no gradients of rows, and the way. Those of torch 2.9 to 2.13."""
+    if isinstance(module, _NORMS) and module.training:
+        return (
+            "a batch norm in training mode, and a row has no gradient of its own behind one",
+            "a norm over each row, such as nn.GroupNorm or nn.LayerNorm; or eval() the norm",
+        )
+    if isinstance(module, _RECURRENT):
+        name = type(module).__name__
+        return f"an nn.{name}, which torch.func.vmap can't map", "nn.LSTM, or a cell made of nn.Linear"
+    if isinstance(module, _EMBEDDINGS) and module.sparse:
+        return "an embedding with sparse gradients, which torch.func.vmap can't map", "sparse=False"
+    if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
+        return (
+            "an embedding with max_norm, which changes its weight in the forward pass",
+            "max_norm=None, and an UPDATE transform that scales rows of the weight after each update",
+        )
+    return None
 
 
 def _count(columns: list[torch.Tensor], where: str) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError
-from fnaccel.tree.trees import Tree, map  # noqa: A004 - the name in every pytree library
+from fnaccel.tree.trees import Tree, columns, unflatten
 
 Factor = float | torch.Tensor
 
@@ -113,25 +113,26 @@ Parts = list[torch.Tensor]
 
 def _mapped(where: str, fn: Callable[..., Parts], *trees: Tree) -> Tree:
     """A tree of what `fn` makes of the lists of this rank's parts, laid out as the first tree is."""
-    _, columns = _columns(where, *trees)
-    made = iter(fn(*columns) if columns else ())
+    shown, parts, structure = _columns(where, *trees)
+    made = fn(*parts) if shown else []
+    plain = torch.Tensor  # the type first: an attribute that is missing costs 0.3 us
+    return unflatten(
+        structure,
+        [
+            part
+            if type(first) is plain or not hasattr(first, "placements")
+            else _torch.dtensor_like(part, first)
+            for first, part in zip(shown, made, strict=True)
+        ],
+    )
 
-    def laid_out(first: Any, *_: Any) -> Any:
-        part = next(made)
-        if type(first) is torch.Tensor or not hasattr(first, "placements"):
-            return part
-        return _torch.dtensor_like(part, first)
 
-    return map(laid_out, *trees)
-
-
-def _columns(where: str, *trees: Tree) -> tuple[list[tuple[Any, ...]], list[Parts]]:
-    """The tensors of all trees leaf by leaf, and this rank's parts of each tree."""
-    rows: list[tuple[Any, ...]] = []
-    map(lambda *tensors: rows.append(tensors), *trees)
-    for tensors in rows:
+def _columns(where: str, *trees: Tree) -> tuple[list[Any], list[Parts], Any]:
+    """The tensors of the first tree, this rank's parts of those of each tree, and the structure."""
+    found, structure = columns(*trees)
+    for tensors in zip(*found, strict=True):
         _check(tensors, where)
-    return rows, [[_torch.local_of(x) for x in column] for column in zip(*rows, strict=True)]
+    return found[0], [[_torch.local_of(x) for x in column] for column in found], structure
 
 
 def _in_lists(parts: Parts, factor: Factor = 1.0) -> bool:
@@ -153,10 +154,13 @@ def _scaled(xs: Parts, factor: Factor) -> Parts:
 
 
 def _squares(xs: Parts) -> Parts:
+    """What adds up to the sum of all squares."""
     if not _in_lists(xs):
         return [x.abs().square().sum() for x in xs]
     norms = _torch.foreach_norm(xs)
-    return _torch.foreach_mul(norms, norms)
+    if len({(x.dtype, x.device) for x in norms}) > 1:
+        return _torch.foreach_mul(norms, norms)
+    return [torch.stack(norms).square().sum()]
 
 
 def _products(xs: Parts, ys: Parts) -> Parts:
@@ -189,20 +193,33 @@ def _check(tensors: Sequence[Any], where: str) -> None:
         )
 
 
+_WHOLE = None, 1
+
+
+def _held_by(tensor: Any) -> tuple[Any, int]:
+    """The mesh of a DTensor, and how many of its ranks hold the same part. None and 1 for a plain tensor."""
+    mesh, copies = getattr(tensor, "device_mesh", None), 1
+    if mesh is None:
+        return _WHOLE
+    for dim, placement in enumerate(tensor.placements):
+        copies *= 1 if placement.is_shard() else mesh.size(dim)
+    return mesh, copies
+
+
 def _summed(trees: list[Tree], fn: Callable[..., Parts], where: str) -> torch.Tensor:
     """The sum of `fn` over all leaves, each part of a tensor counted once."""
-    rows, columns = _columns(where, *trees)
-    columns = [[_wide(x) for x in column] for column in columns]
-    plain: list[torch.Tensor] = []
-    over: dict[Any, list[torch.Tensor]] = {}
-    for (first, *_), value in zip(rows, fn(*columns) if columns else (), strict=True):
-        mesh, copies = getattr(first, "device_mesh", None), 1
+    shown, parts, _ = _columns(where, *trees)
+    rows: dict[tuple[Any, int], list[tuple[torch.Tensor, ...]]] = {}
+    for first, row in zip(shown, zip(*parts, strict=True), strict=True):
+        rows.setdefault(_WHOLE if type(first) is torch.Tensor else _held_by(first), []).append(row)
+    plain: Parts = []
+    over: dict[Any, Parts] = {}
+    for (mesh, copies), group in rows.items():
+        values = fn(*([_wide(x) for x in column] for column in zip(*group, strict=True)))
         if mesh is None:
-            plain.append(value)
-            continue
-        for dim, placement in enumerate(first.placements):
-            copies *= 1 if placement.is_shard() else mesh.size(dim)
-        over.setdefault(mesh, []).append(value / copies)
+            plain += values
+        else:
+            over.setdefault(mesh, []).extend(value / copies for value in values)
     total = _sum(plain)
     for mesh, values in over.items():
         part = _sum(values)
@@ -220,9 +237,9 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def _sum(values: list[torch.Tensor]) -> torch.Tensor:
-    if not values:
-        return torch.zeros(())
+def _sum(values: Parts) -> torch.Tensor:
+    if len(values) < 2:
+        return values[0] if values else torch.zeros(())
     kinds = {(value.dtype, value.device) for value in values}
     if len(kinds) > 1:
         values = [value.double().to(values[0].device) for value in values]

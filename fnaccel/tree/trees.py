@@ -38,11 +38,10 @@ def map(  # noqa: A001 - the name of this operation in every pytree library
         >>> fa.tree.map(lambda a, b: a + b, {"x": 1, "y": [2, 3]}, {"x": 10, "y": [20, 30]})
         {'x': 11, 'y': [22, 33]}
     """
-    try:
-        return optree.tree_map(fn, *_alike(tree, *rest), is_leaf=is_leaf, namespace=NAMESPACE)
-    except ValueError:
-        _check_alike(tree, *rest, is_leaf=is_leaf)
-        raise
+    if not rest:
+        return optree.tree_map(fn, tree, is_leaf=is_leaf, namespace=NAMESPACE)
+    found, structure = columns(tree, *rest, is_leaf=is_leaf)
+    return unflatten(structure, [fn(*row) for row in zip(*found, strict=True)])
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None) -> Tree:
@@ -52,16 +51,9 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLe
         >>> fa.tree.map_with_path(lambda path, leaf: f"{path}={leaf}", {"x": [1, 2]})
         {'x': ['x/0=1', 'x/1=2']}
     """
-    try:
-        return optree.tree_map_with_path(
-            lambda path, *leaves: fn(join(path), *leaves),
-            *_alike(tree, *rest),
-            is_leaf=is_leaf,
-            namespace=NAMESPACE,
-        )
-    except ValueError:
-        _check_alike(tree, *rest, is_leaf=is_leaf)
-        raise
+    found, structure = columns(tree, *rest, is_leaf=is_leaf)
+    rows = zip(structure.paths(), *found, strict=True)
+    return unflatten(structure, [fn(join(path), *row) for path, *row in rows])
 
 
 def _check_alike(tree: Tree, *rest: Tree, is_leaf: IsLeaf | None) -> None:
@@ -157,6 +149,17 @@ def unflatten(structure: Any, leaves: Iterable[Any]) -> Tree:
         {'y': 20, 'x': 10}
     """
     return optree.tree_unflatten(structure, leaves)
+
+
+def columns(tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None) -> tuple[list[list[Any]], Any]:
+    """The leaves of each tree, and the structure of the first one. It raises as `map` does."""
+    first, *others = _alike(tree, *rest)
+    found, structure = flatten(first, is_leaf=is_leaf)
+    try:
+        return [found, *(structure.flatten_up_to(other) for other in others)], structure
+    except ValueError:
+        _check_alike(tree, *rest, is_leaf=is_leaf)
+        raise
 
 
 def leaves(tree: Tree, *, is_leaf: IsLeaf | None = None) -> list[Any]:
@@ -389,7 +392,8 @@ def register_mapping(kind: type) -> None:
 
 def _alike(*trees: Tree) -> tuple[Tree, ...]:
     """Trees whose subclasses of dict are plain dicts, unless they are the same classes in all trees."""
-    if len(trees) == 1 or len({structure(tree) for tree in trees}) == 1:
+    first = structure(trees[0]) if len(trees) > 1 else None
+    if all(structure(tree) == first for tree in trees[1:]):  # no set: torch.compile can't hash them
         return trees
     return tuple(_plain(tree) for tree in trees)
 

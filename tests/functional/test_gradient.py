@@ -235,6 +235,17 @@ def test_arithmetic_is_differentiated_and_mapped():
     )
 
 
+def test_arithmetic_is_one_graph():
+    def moved(first, second):
+        factor = fa.tree.dot(first, second) / fa.tree.norm(first)
+        return fa.tree.lerp(fa.tree.axpy(factor, first, second), fa.tree.scale(first, 2.0), 0.5)
+
+    first = {"a": torch.tensor([3.0, 4.0]), "b": [torch.ones(2, 2)]}
+    second = fa.tree.scale(first, -0.5)
+    found = torch.compile(moved, fullgraph=True, backend="eager")(first, second)
+    assert fa.tree.allclose(found, moved(first, second))
+
+
 def test_arithmetic_of_two_shapes():
     for fn in (fa.tree.dot, lambda x, y: fa.tree.axpy(1.0, x, y), lambda x, y: fa.tree.lerp(x, y, 0.5)):
         with pytest.raises(fa.errors.ArgumentError, match=r"the shapes \[2\] and \[1\]"):

@@ -291,6 +291,9 @@ class Normed(torch.nn.Module):
     def dropped(self, x):
         return self.drop(self.inp(x))
 
+    def masked(self, x):
+        return self.inp(x)[self.inp(x) > 0]
+
     def branching(self, x):
         return self.inp(x) if self.inp(x).sum() > 0 else x
 
@@ -326,6 +329,7 @@ LACKING = {
     "running statistics of a batch norm": (Normed, of_rows("forward")),
     "draws random numbers": (Normed, of_rows("dropped")),
     "reads a tensor on the host": (Normed, of_rows("branching")),
+    "length depends on values": (Normed, of_rows("masked")),
 }
 
 

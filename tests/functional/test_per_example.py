@@ -308,6 +308,47 @@ def test_a_batch_norm_and_ragged_columns_are_refused():
             train_step(train_step.init(), (*batch_of(4), torch.tensor(1.0)))
 
 
+REFUSED = {
+    "0 is an nn.GRU": lambda: torch.nn.GRU(3, 6, batch_first=True),
+    "0 is an nn.RNNCell": lambda: torch.nn.RNNCell(3, 6),
+    "0 is an embedding with sparse gradients": lambda: torch.nn.Embedding(3, 6, sparse=True),
+    "0 is an embedding with max_norm": lambda: torch.nn.EmbeddingBag(3, 6, max_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_layers_without_gradients_of_rows_are_refused_by_name(what):
+    with fa.start(device="cpu"):
+        train_step = program(
+            fa.per_example(squares, clip=1.0), model=lambda: torch.nn.Sequential(REFUSED[what]())
+        )
+        state = train_step.init()
+        with pytest.raises(errors.CapabilityError, match=what):
+            train_step(state, batch_of(4))
+        assert train_step.live_state is state
+
+
+class Recurrent(Net):
+    def __init__(self):
+        super().__init__()
+        self.cells = torch.nn.LSTM(3, 6, batch_first=True)
+
+    def forward(self, x):
+        return self.out(self.cells(torch.stack([x, 2 * x], 1))[0][:, -1])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_rows_of_an_lstm():
+    batch = batch_of(4)
+    with fa.start(device="cpu"):
+        train_step = program(squares, model=Recurrent)
+        state = train_step.init(seed=0)
+        found = train_step.look(state, fa.row_norms(squares), batch)["norm"].value
+        for index, norm in enumerate(found.tolist()):
+            _, grads = fa.value_and_grad(train_step)(state, tuple(x[index : index + 1] for x in batch))
+            assert norm == pytest.approx(float(fa.tree.norm(grads)), rel=1e-5)
+
+
 def estimated(model, batch):
     x, y = batch
     params = fa.params(model)

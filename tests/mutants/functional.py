@@ -8,6 +8,7 @@ PARAMS = "tests/functional/test_params.py"
 ROWS = "tests/functional/test_per_example.py"
 PRIVACY = "tests/functional/test_privacy.py"
 GRADIENT = "tests/functional/test_gradient.py"
+SECOND = "tests/transforms/test_second_gradient.py"
 PROGRAMS = "tests/functional/test_programs.py"
 WHOLE = "strategies/whole_leaves.py"
 
@@ -85,7 +86,15 @@ MUTANTS = [
         "                pass\n", (GRADIENT, "-k", "arithmetic_on"),
     ),
     Mutant(
-        "copies counted twice in a norm", "tree/arithmetic.py", "append(value / copies)", "append(value)",
+        "copies counted twice in a norm", "tree/arithmetic.py", "extend(value / copies for", "extend(value for",
         (GRADIENT, "-k", "arithmetic_on"),
+    ),
+    Mutant(
+        "a state that shares memory with second gradients", "program/lower.py", ", info.params, returned[0])",
+        ", info.params)", (SECOND, "-k", "both_passes"),
+    ),
+    Mutant(
+        "first gradients in the buckets of the second pass", "program/second_gradient.py",
+        "is not None] if first.lent else []", "is not None] if False else []", (SECOND, "-k", "both_passes"),
     ),
 ]  # fmt: skip

@@ -109,6 +109,35 @@ def test_a_second_gradient_at_the_same_parameters_is_the_first_and_leaves_no_tra
         assert other[3] == [True] * 3
 
 
+def kept_run(strategy, needs):
+    """One update by the second gradients, which the hook keeps in its state, clipped. Its first ones stay."""
+    found = {}
+
+    def keep(grads, own, info):
+        first = {name: fa.tree.whole(grad).clone() for name, grad in grads.items()}
+        second = info.gradients_at({name: 0.5 * info.params[name] for name in grads})
+        found["first stays"] = all(torch.equal(fa.tree.whole(grads[name]), first[name]) for name in grads)
+        found["norm"] = float(fa.tree.norm(second))
+        return second, second
+
+    kept = fa.Transform("kept", fa.Phase.GRADS, apply=keep, init=lambda params: dict(params), needs=needs)
+    step = fa.clip_norm(kept(fa.accumulate(loss_fn, 2)), 0.01)
+    train_step = program(step, strategy=strategy, model=Noisy)
+    state, _ = train_step(train_step.init(seed=0), batch_of(8))
+    found["kept"] = float(fa.tree.norm(state.transforms["kept"]))
+    train_step.close()
+    return found
+
+
+@pytest.mark.parametrize("needs", ["second gradient", ()], ids=["declared", "undeclared"])
+@pytest.mark.parametrize(("strategy", "ranks"), [("local", 1), ("ddp", 2), ("fsdp", 2)])
+def test_gradients_of_both_passes_stay_as_they_were(pools, strategy, ranks, needs):
+    for found in pools.run(ranks, kept_run, strategy, needs):
+        assert found["first stays"]
+        assert found["norm"] > 0.1
+        assert found["kept"] == pytest.approx(found["norm"], rel=1e-6)
+
+
 def seeded(fn, *args):
     torch.manual_seed(5)
     return fn(*args)
