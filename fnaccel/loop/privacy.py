@@ -79,6 +79,13 @@ def epsilon(
     require(0 < delta < 1, f"delta={delta}", _WHERE, "a probability, such as 1e-5")
     noise = _noise_of(train_step)
     samples, expected = _drawn_of(shards, train_step.mesh.batch_size)
+    if shards.seed == 0:
+        warnings.warn(
+            "these batches are drawn by the seed 0, the default: who knows it knows which rows a batch had. "
+            "fa.shard(loader, sampling='poisson', seed=secrets.randbits(63))",
+            UserWarning,
+            stacklevel=2,
+        )
     if noise.rows != expected:
         raise ArgumentError(
             f"{expected} rows are expected in a batch, and the divisor is {noise.rows or 'the weight'}",

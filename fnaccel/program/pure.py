@@ -17,6 +17,7 @@ from fnaccel import _torch, tree
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.micro_batches import micro_batches
 from fnaccel.engine.combine import REPORTED, ratio, recorded_twice
+from fnaccel.engine.gradients import differences
 from fnaccel.engine.pure_gradients import PureGradients
 from fnaccel.engine.update_facts import UpdateFacts
 from fnaccel.errors import (
@@ -81,7 +82,11 @@ class PureUpdate:
         self._device = layout.mesh.world.device
         self._nested = isinstance(layout.model, dict)
         self._trained = [leaf.name for leaf in layout.leaves]
-        self._params, self._buffers = list(layout.parameters), list(layout.buffers)
+        # on the meta device: the model's own tensors may be exchanged
+        self._params, self._buffers = (
+            {name: torch.empty_like(value, device="meta") for name, value in named.items()}
+            for named in (layout.parameters, layout.buffers)
+        )
         self._loss = PureLoss(layout.model, lowered.loss, self._instance.buffer_slots)
         self._optimizers = PureOptimizers(spec.optimizers, layout.leaves)
         self._hook_options = {
@@ -335,13 +340,13 @@ class PureUpdate:
             )
         problems = unmatched(_NAMES, values)
         if not problems:
-            problems = unmatched(self._params, self._flat(values["params"]))
-            problems += unmatched(self._buffers, self._flat(values["buffers"]))
+            problems = differences(self._flat(values["params"]), self._params, "parameters")
+            problems += differences(self._flat(values["buffers"]), self._buffers, "buffers")
         if problems:
             raise TreeMismatchError(
                 f"these are not the values of this train step: {'; '.join(problems)}",
                 where=_CALL,
-                fix="values = update.init(seed=0), or update.values(state); change tensors, not names",
+                fix="values = update.init(seed=0), or update.values(state); change tensors, not names or shapes",
             )
 
 

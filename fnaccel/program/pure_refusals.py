@@ -32,7 +32,8 @@ def _problem(spec: Spec, lowered: Lowered) -> tuple[str, str]:
     if spec.strategy.axes or spec.runtime:
         return (
             f"a pure update runs on one rank, and the strategy is {spec.strategy}",
-            "fa.distribute(model, fa.local()) in one process. On several: fa.params(model) in the loss",
+            "fa.distribute(model, fa.local()) in one process. On several: inner steps in the "
+            "loss, from fa.params(model), with a learned rate as a parameter of the model",
         )
     if spec.optimizers is None:
         return "this train step has no optimizer", "give one; fa.call is a model as a function of parameters"

@@ -251,3 +251,11 @@ def test_a_row_that_is_not_finite_is_one_of_zeros(bad, change):
         assert not float(metrics.get("skipped", 0.0))
         found.append(whole_params(state))
     assert all(torch.allclose(found[0][name], found[1][name], atol=1e-7) for name in found[0])
+
+
+def test_the_seed_that_everyone_knows_is_named():
+    loader = DataLoader(TensorDataset(*batch_of(ROWS)), batch_size=SIZE)
+    shards = fa.shard(loader, sampling="poisson")
+    train_step, state = trained(private(), shards, steps=2)
+    with pytest.warns(UserWarning, match=r"drawn by the seed 0[\s\S]*secrets\.randbits"):
+        fa.epsilon(train_step, state, shards, delta=1e-5)

@@ -581,6 +581,9 @@ def test_calls_are_refused():
     params = {name: value for name, value in values["params"].items() if name != "out.weight"}
     with pytest.raises(errors.TreeMismatchError, match=r"out\.weight"):
         update(values | {"params": params}, BATCHES[0])
+    wide = values["params"] | {"out.bias": values["params"]["out.bias"][None]}
+    with pytest.raises(errors.TreeMismatchError, match=r"out\.bias has shape \[1, 1\], not \[1\]"):
+        update(values | {"params": wide}, BATCHES[0])
     with pytest.raises(errors.ArgumentError, match="not a dict"):
         update(program().init(), BATCHES[0])
     with pytest.raises(errors.ArgumentError, match="takes a train step"):
