@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch.utils.data as torch_data
@@ -23,8 +23,7 @@ from fnaccel.data.seeding import replayed
 from fnaccel.state import Position
 
 
-@attrs.frozen
-class Turn:
+class Turn(NamedTuple):
     """One forward of this rank: the keys to read, and the number of rows that count.
 
     Attributes:
@@ -56,17 +55,11 @@ class _EvenTurns:
     first: order.Batches
 
     def __iter__(self) -> Iterator[Turn]:
+        mine, length, together = self.mine, len(self.mine), self.first.step
         for j in range(len(self.first)):
-            keys = self.mine[j] if j < len(self.mine) else []
-            after = self.first.start + (j + 1) * self.first.step
-            yield Turn(
-                keys or self.first[j],
-                len(keys),
-                self.mine.size,
-                after,
-                first=self.mine.offset,
-                together=self.first.step,
-            )
+            keys = mine[j] if j < length else []
+            after = self.first.start + (j + 1) * together
+            yield Turn(keys or self.first[j], len(keys), mine.size, after, mine.offset, together)
 
 
 @attrs.frozen(kw_only=True)
@@ -129,11 +122,10 @@ class _Keys:
 
 
 def _batches(turns: Iterable[Turn], data: Iterator[Any], reading: Reading) -> Iterator[Batch]:
-    upcoming = iter(turns)
+    upcoming, epoch = iter(turns), reading.epoch
     turn = next(upcoming, None)
     while turn is not None:
         following = next(upcoming, None)
-        epoch = reading.epoch
         position = Position(epoch + 1, 0) if following is None else Position(epoch, turn.after)
         yield Batch(
             data=next(data),
