@@ -15,18 +15,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from environment import present
-from interleave import agree, race, race_steps
-from models import GPT, gpt_of_its_own, our_loss, tokens
+from interleave import Samples, agree, race, race_steps
+from models import GPT, gpt_of_its_own, our_loss, peer_loss, tokens
 from options import Options, begin
 from report import Row, compare, publish
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 
 import fnaccel as fa
+from fnaccel.testing import RankPool
 
-CLIP, RATE = 0.5, 0.1
+CLIP, RATE, RADIUS = 0.5, 0.1, 0.05
 OPACUS = "Opacus"
 PLAIN = "a plain step"
+BY_HAND = "PyTorch by hand"
+PERTURBED = {PLAIN: 2.2, BY_HAND: 1.1}
 Make = Callable[[], nn.Module]
 
 
@@ -56,9 +60,9 @@ def row_loss(model: Any, batch: Any) -> fa.Mean:
     return fa.Mean(total, weight=len(x))
 
 
-def ours(make: Make, batch: Any, step: Any) -> Iterator[torch.Tensor]:
+def ours(make: Make, batch: Any, step: Any, strategy: str = "local") -> Iterator[torch.Tensor]:
     """A loop of fnaccel over one batch."""
-    train_step = fa.train_step(step, model=fa.distribute(make, "local"), optimizer=fa.sgd(RATE))
+    train_step = fa.train_step(step, model=fa.distribute(make, strategy), optimizer=fa.sgd(RATE))
     state = train_step.init(seed=0)
     while True:
         state, metrics = train_step(state, batch)
@@ -119,7 +123,44 @@ def race_clipped(loops: dict[str, Iterator[torch.Tensor]], options: Options) -> 
 
 def ascend(grads: dict[str, Any], info: fa.extend.Info) -> dict[str, Any]:
     """The move of sharpness-aware minimisation."""
-    return fa.tree.scale(grads, 0.05 / fa.tree.norm(grads))
+    return fa.tree.scale(grads, RADIUS / fa.tree.norm(grads))
+
+
+def sharpness_aware_by_hand(batch: Any, strategy: str) -> Iterator[torch.Tensor]:
+    """The same in plain PyTorch, by list kernels."""
+    torch.manual_seed(0)
+    model: Any = gpt_of_its_own()()
+    if strategy == "ddp":
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=RATE, fused=True)
+    while True:
+        loss = peer_loss(model, *batch)
+        loss.backward()
+        with torch.no_grad():
+            grads = [p.grad for p in params if p.grad is not None]
+            moves = torch._foreach_mul(grads, RADIUS / nn.utils.get_total_norm(grads))
+            torch._foreach_add_(params, moves)
+        optimizer.zero_grad()
+        peer_loss(model, *batch).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(params, moves)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def twice(strategy: str, blocks: int) -> Samples:
+    """Seconds of a step with a second gradient, and of a plain one. Runs on every rank."""
+    data = tokens(8)[:]
+    loops = {
+        "fnaccel": ours(gpt_of_its_own(), data, fa.perturb(our_loss, ascend), strategy),
+        PLAIN: ours(gpt_of_its_own(), data, our_loss, strategy),
+    }
+    if strategy != "fsdp":
+        loops[BY_HAND] = sharpness_aware_by_hand(data, strategy)
+        agree({name: [float(next(loops[name])) for _ in range(4)] for name in ("fnaccel", BY_HAND)})
+    return race({name: loop.__next__ for name, loop in loops.items()}, blocks=blocks, calls=5)
 
 
 def through_call(model: Any, batch: Any) -> fa.Mean:
@@ -140,20 +181,28 @@ def step_rows(options: Options) -> list[Row]:
     table = compare(
         "a loss through fa.call, small GPT", race_steps(call, check=4, blocks=blocks, calls=5), unit="ms"
     )
-    twice = {
-        "fnaccel": ours(gpt_of_its_own(), data, fa.perturb(our_loss, ascend)).__next__,
-        PLAIN: ours(gpt_of_its_own(), data, our_loss).__next__,
-    }
-    return table + compare(
-        "a step with fa.perturb, small GPT", race(twice, blocks=blocks, calls=5), {PLAIN: 2.2}, unit="ms"
-    )
+    samples = twice("local", blocks)
+    return table + compare("a step with fa.perturb, small GPT", samples, PERTURBED, unit="ms")
+
+
+def rank_rows(pool: RankPool, options: Options) -> list[Row]:
+    """A second gradient on two ranks, as the first one measures it."""
+    table: list[Row] = []
+    for strategy in ("ddp", "fsdp"):
+        samples = pool.run(twice, strategy, options.pick(21, 5, 1))[0]
+        what = f"a step with fa.perturb, small GPT, {strategy} on 2 ranks"
+        table += compare(what, samples, PERTURBED, unit="ms")
+    return table
 
 
 def main() -> None:
     """Run all rows."""
     options = begin("gradients", __doc__ or "", (), (OPACUS,))
-    with fa.start(device="cpu"):
-        publish(options, [*row_rows(options), *step_rows(options)])
+    # forked before anything here starts a thread
+    with RankPool(2, timeout=900) as pool:
+        with fa.start(device="cpu"):
+            table = [*row_rows(options), *step_rows(options)]
+        publish(options, [*table, *rank_rows(pool, options)])
 
 
 if __name__ == "__main__":

@@ -43,14 +43,13 @@ class WholeDraws(TorchFunctionMode):
 
     Args:
         seeded: whether the default generators are equal on all ranks.
-        ranks: how many ranks there are.
     """
 
     paused = False  # while a model runs in the body, which draws as it does outside
 
-    def __init__(self, *, seeded: bool, ranks: int) -> None:
+    def __init__(self, *, seeded: bool) -> None:
         super().__init__()
-        self._shared = seeded or ranks == 1
+        self._shared = seeded
 
     def __torch_function__(
         self,
@@ -118,8 +117,9 @@ def drawing(
         if root is not None:
             for generator in generators:
                 generator.manual_seed(fold(root, step, _HOOKS))
-        alone = ranks == 1 and not sharded  # every tensor is whole
-        with contextlib.nullcontext() if alone else WholeDraws(seeded=root is not None, ranks=ranks):
+        seeded = root is not None or ranks == 1
+        # a function mode makes each operation in the body slower, and whole tensors need none
+        with WholeDraws(seeded=seeded) if sharded or not seeded else contextlib.nullcontext():
             yield
     finally:
         if root is not None:

@@ -346,7 +346,7 @@ class PureUpdate:
             raise TreeMismatchError(
                 f"these are not the values of this train step: {'; '.join(problems)}",
                 where=_CALL,
-                fix="values = update.init(seed=0), or update.values(state); change tensors, not names or shapes",
+                fix="values = update.init(seed=0), or update.values(state); names and shapes stay",
             )
 
 

@@ -18,7 +18,7 @@ from fnaccel.models.parameter import part_of_whole
 from fnaccel.models.parameter_values import params
 from fnaccel.step.chain import Chain, chain, takes_step
 from fnaccel.step.given_gradient import with_gradient
-from fnaccel.step.loss import Concat, Mean
+from fnaccel.step.loss import Concat, Mean, readable
 from fnaccel.step.loss_info import Informed, takes_info
 from fnaccel.step.step import Capability, Info, Phase, StepLike, Transform, as_step
 from fnaccel.transforms.row_gradients import Rows, check_rows, rows_of
@@ -48,9 +48,11 @@ class PerExample:
                 factors = (self.clip / rows.norms).clamp(max=1.0)  # a norm of 0 gives infinity, so 1
                 finite = rows.norms.isfinite()
                 factors = torch.where(finite, factors, 0.0)
+                all_are = readable(finite) and bool(finite.all())
                 for name, grad in rows.grads.items():
                     # 0 times infinity would be NaN, and show that the row is there
-                    bounded = torch.where(finite.view(-1, *[1] * (grad.dim() - 1)), grad, 0.0)
+                    mask = finite.view(-1, *[1] * (grad.dim() - 1))
+                    bounded = grad if all_are else torch.where(mask, grad, 0.0)
                     part = torch.tensordot(factors.to(grad.dtype), bounded, 1)
                     sums[name] = sums[name] + part if name in sums else part
                 total, weight = total + rows.totals.sum(), weight + rows.weight

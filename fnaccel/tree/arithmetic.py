@@ -113,18 +113,17 @@ Parts = list[torch.Tensor]
 
 def _mapped(where: str, fn: Callable[..., Parts], *trees: Tree) -> Tree:
     """A tree of what `fn` makes of the lists of this rank's parts, laid out as the first tree is."""
-    shown, parts, structure = _columns(where, *trees)
-    made = fn(*parts) if shown else []
-    plain = torch.Tensor  # the type first: an attribute that is missing costs 0.3 us
-    return unflatten(
-        structure,
-        [
-            part
-            if type(first) is plain or not hasattr(first, "placements")
-            else _torch.dtensor_like(part, first)
-            for first, part in zip(shown, made, strict=True)
-        ],
-    )
+    with _torch.without_function_modes():
+        shown, parts, structure = _columns(where, *trees)
+        made = fn(*parts) if shown else []
+        return unflatten(structure, [_like(first, part) for first, part in zip(shown, made, strict=True)])
+
+
+def _like(first: Any, part: torch.Tensor) -> Any:
+    # the type first: an attribute that is missing costs 0.3 us
+    if type(first) is torch.Tensor or not hasattr(first, "placements"):
+        return part
+    return _torch.dtensor_like(part, first)
 
 
 def _columns(where: str, *trees: Tree) -> tuple[list[Any], list[Parts], Any]:
@@ -208,7 +207,11 @@ def _held_by(tensor: Any) -> tuple[Any, int]:
 
 def _summed(trees: list[Tree], fn: Callable[..., Parts], where: str) -> torch.Tensor:
     """The sum of `fn` over all leaves, each part of a tensor counted once."""
-    shown, parts, _ = _columns(where, *trees)
+    with _torch.without_function_modes():
+        return _added(*_columns(where, *trees)[:2], fn)
+
+
+def _added(shown: list[Any], parts: list[Parts], fn: Callable[..., Parts]) -> torch.Tensor:
     rows: dict[tuple[Any, int], list[tuple[torch.Tensor, ...]]] = {}
     for first, row in zip(shown, zip(*parts, strict=True), strict=True):
         rows.setdefault(_WHOLE if type(first) is torch.Tensor else _held_by(first), []).append(row)
