@@ -127,7 +127,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows counted from the rank's own start", "data/indexed.py",
-        "first=self.mine.offset", "first=0",
+        "after, mine.offset, together)", "after, 0, together)",
         (INFO, "-k", "a_mask and 2-ddp-1-options2"),
     ),
     Mutant(

@@ -275,11 +275,11 @@ MUTANTS = [
         "cut[shared.within(box)]", ("tests/laws/test_any_layout.py",),
     ),
     Mutant(
-        "the data position lags a batch", "data/indexed.py", "self.first.start + (j + 1) * self.first.step",
-        "self.first.start + j * self.first.step", ("tests/laws/test_resume.py", "-k", "law_14"),
+        "the data position lags a batch", "data/indexed.py", "self.first.start + (j + 1) * together",
+        "self.first.start + j * together", ("tests/laws/test_resume.py", "-k", "law_14"),
     ),
     Mutant(
-        "the data position forgets the ranks", "data/indexed.py", "self.first.start + (j + 1) * self.first.step",
+        "the data position forgets the ranks", "data/indexed.py", "self.first.start + (j + 1) * together",
         "self.first.start + (j + 1) * self.first.size", ("tests/laws/test_resume.py", "-k", "other_ranks"),
     ),
     Mutant(
