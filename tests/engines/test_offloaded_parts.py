@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fnaccel.models.parameter import laid_out_as
+from fnaccel._torch import laid_out_as
 
 
 def laid_out():

@@ -90,7 +90,7 @@ MUTANTS = [
         (GRADIENT, "-k", "arithmetic_on"),
     ),
     Mutant(
-        "a state that shares memory with second gradients", "program/lower.py", ", info.params, returned[0])",
+        "a state that shares memory with second gradients", "program/lower.py", ", info.params, grads.present())",
         ", info.params)", (SECOND, "-k", "both_passes"),
     ),
     Mutant(
