@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 SETTLE = 0.5
 """Seconds to wait for further reports after the first failure: the first may not be the cause."""
 
+UNHEARD = 5.0
+"""The same if a rank only reports that another one has gone: that one may still be about to report why."""
+
 AFTER_FAILURE = 10.0
 """Seconds for ranks to clean up after another rank has failed. They can't save without that rank."""
 
@@ -220,10 +223,12 @@ class Watch:
             self.preempted[failure.rank] = failure.text
             self._end_in(self.job.grace, self.job.grace)
         elif not self.ending:  # from here on the launcher itself ends the ranks
+            if not (failure.follows or self.preempted) and all(noted.follows for noted in self.failures):
+                self.due = []  # this is the cause that was waited for
             self.failures.append(failure)
             if self.coordinator is not None:
                 self.coordinator.fail()
-            self._end_in(SETTLE, min(self.job.grace, AFTER_FAILURE))
+            self._end_in(UNHEARD if failure.follows else SETTLE, min(self.job.grace, AFTER_FAILURE))
 
     def _end_in(self, seconds: float, grace: float) -> None:
         """Schedule the end of the remaining ranks, unless it is scheduled already."""

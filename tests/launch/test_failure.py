@@ -46,6 +46,29 @@ def test_exit_codes(launcher, body, code, said):
 
 
 @pytest.mark.launcher
+def test_a_rank_that_cleans_up_reports_the_cause_after_those_that_followed(launcher):
+    script = launcher.write("""
+        import time
+        import fnaccel as fa
+        rank = None
+        try:
+            with fa.start(device="cpu") as world:
+                rank = world.rank
+                world.barrier()
+                if rank == 1:
+                    raise ValueError("boom")
+                world.barrier()
+        finally:
+            if rank == 1:
+                time.sleep(2)
+    """)
+    ended = launcher("-n", 2, script)
+    assert ended.code == 1
+    assert "ValueError: boom" in ended.err
+    assert "PeerLostError" not in ended.err
+
+
+@pytest.mark.launcher
 def test_one_traceback_of_the_rank_that_came_first(launcher):
     script = launcher.write("""
         import fnaccel as fa
