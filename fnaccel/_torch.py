@@ -297,17 +297,15 @@ def replace_parameters(root: torch.nn.Module, make: Callable[[Any], Any]) -> Non
                 module._parameters[name] = replacements.setdefault(id(param), make(param))
 
 
-def without_function_mode(kind: type[Any]) -> contextlib.AbstractContextManager[Any]:
-    """In the body the innermost TorchFunctionMode is out, if it is of this class. (2.9 to 2.13)"""
-    inner = isinstance(torch.overrides._get_current_function_mode(), kind)
-    return torch.overrides._pop_mode_temporarily() if inner else contextlib.nullcontext()
+def without_draws() -> contextlib.AbstractContextManager[Any]:
+    """In the body the innermost TorchFunctionMode is out, if it says that only draws need it. (2.9 to 2.13)
 
-
-def without_function_modes() -> contextlib.AbstractContextManager[Any]:
-    """In the body no TorchFunctionMode sees operations or attributes, which it slows down. (2.9 to 2.13)"""
-    if torch.compiler.is_compiling() or torch.overrides._get_current_function_mode() is None:
+    It would take part in each operation, and in each attribute that is read.
+    """
+    if torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    return torch._C.DisableTorchFunction()
+    inner = getattr(torch.overrides._get_current_function_mode(), "only_draws", False)
+    return torch.overrides._pop_mode_temporarily() if inner else contextlib.nullcontext()
 
 
 def with_tensors(

@@ -26,7 +26,6 @@ class Gradients:
     __slots__ = (
         "_device",
         "_leaves",
-        "_offered",
         "_over",
         "_raw",
         "lent",
@@ -47,7 +46,6 @@ class Gradients:
         self._leaves = leaves
         self._over = over
         self._device = device
-        self._offered: tuple[dict[str, Any], Gradients] | None = None
         self._raw: torch.Tensor | None = None  # the norm without the multiplier
         self.lent = True  # the next backward pass may write to their memory
         self.shards = shards
@@ -145,12 +143,6 @@ class Gradients:
         pairs = zip(self._leaves, self.shards, strict=True)
         return {leaf.name: leaf.like(shard) for leaf, shard in pairs if shard is not None}
 
-    def offer(self, second: Gradients) -> dict[str, Any]:
-        """Second gradients by name. If a transform returns just these, `replace` copies nothing."""
-        shown = second.by_name(kept=True)
-        self._offered = dict(shown), second
-        return shown
-
     def replace(self, named: Tree, transform: str) -> None:
         """Take the gradients that a user's transform returned, in any layout of the same tensors.
 
@@ -158,11 +150,6 @@ class Gradients:
             TreeMismatchError: other names or shapes than it was given. Nothing was taken.
         """
         leaves = {leaf.name: leaf for leaf, g in zip(self._leaves, self.shards, strict=True) if g is not None}
-        offered, self._offered = self._offered, None
-        if offered is not None and leaves.keys() == offered[0].keys() and _same_objects(named, offered[0]):
-            self.shards = offered[1].shards
-            self.changed()
-            return
         problems = differences(named, {name: leaf.shown for name, leaf in leaves.items()}, "gradients")
         if problems:
             raise TreeMismatchError(
@@ -178,12 +165,6 @@ class Gradients:
         self.shards = [made.get(leaf.name) for leaf in self._leaves]
         self.lent = False
         self.changed()
-
-
-def _same_objects(named: Tree, others: dict[str, Any]) -> bool:
-    if type(named) is not dict or named.keys() != others.keys():
-        return False
-    return all(named[name] is value for name, value in others.items())
 
 
 def with_copies(state: Tree, *shown: Tree) -> Tree:

@@ -45,6 +45,7 @@ class WholeDraws(TorchFunctionMode):
         seeded: whether the default generators are equal on all ranks.
     """
 
+    only_draws = True
     paused = False  # while a model runs in the body, which draws as it does outside
 
     def __init__(self, *, seeded: bool) -> None:
@@ -85,7 +86,7 @@ def pausing() -> Generator[None]:
     """In the body random tensors are drawn as they are outside of a user's hook."""
     before, WholeDraws.paused = WholeDraws.paused, True
     try:
-        with _torch.without_function_mode(WholeDraws):  # which would take part in each operation
+        with _torch.without_draws():
             yield
     finally:
         WholeDraws.paused = before

@@ -83,10 +83,8 @@ class PureUpdate:
         self._nested = isinstance(layout.model, dict)
         self._trained = [leaf.name for leaf in layout.leaves]
         # on the meta device: the model's own tensors may be exchanged
-        self._params, self._buffers = (
-            {name: torch.empty_like(value, device="meta") for name, value in named.items()}
-            for named in (layout.parameters, layout.buffers)
-        )
+        self._params = {n: torch.empty_like(p, device="meta") for n, p in layout.parameters.items()}
+        self._buffers = list(layout.buffers)
         self._loss = PureLoss(layout.model, lowered.loss, self._instance.buffer_slots)
         self._optimizers = PureOptimizers(spec.optimizers, layout.leaves)
         self._hook_options = {
@@ -341,7 +339,7 @@ class PureUpdate:
         problems = unmatched(_NAMES, values)
         if not problems:
             problems = differences(self._flat(values["params"]), self._params, "parameters")
-            problems += differences(self._flat(values["buffers"]), self._buffers, "buffers")
+            problems += unmatched(self._buffers, self._flat(values["buffers"]))  # a forward may grow one
         if problems:
             raise TreeMismatchError(
                 f"these are not the values of this train step: {'; '.join(problems)}",

@@ -79,7 +79,7 @@ class SecondGradient:
             with Exchange(pairs, copies=True):
                 second = differentiate(self._instance, self._micro_batches, self._inputs).gradients
             assert second is not None  # the passes of gradients leave the update out
-            return first.offer(second)
+            return second.by_name(kept=True)
         finally:
             for leaf, grad in zip(leaves, held, strict=True):
                 leaf.param.grad = grad

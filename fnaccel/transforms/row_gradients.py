@@ -57,7 +57,8 @@ def rows_of(
         where: the name of the caller, for messages.
 
     Raises:
-        CapabilityError: a batch norm in training mode, whose rows depend on each other.
+        CapabilityError: a layer without gradients of rows, such as a batch norm that trains, or a complex
+            parameter.
         MicroBatchError: columns of different lengths, or without rows.
     """
     if not torch.compiler.is_compiling():
@@ -71,6 +72,13 @@ def rows_of(
     if info is not None and info.places is not None:  # a row's own place
         columns.append(info.places)
     held = {name: value.detach() for name, value in params(model).items()}
+    for name, value in held.items():
+        if value.is_complex():
+            raise CapabilityError(
+                f"{name} is complex, and clipping and noise are those of real numbers",
+                where=where,
+                fix="two real parameters, and torch.view_as_complex in the forward",
+            )
     kinds: list[Any] = []
 
     def row(values: Mapping[str, torch.Tensor], *cells: torch.Tensor) -> Any:
@@ -118,7 +126,7 @@ def _unmapped(module: Any) -> tuple[str, str] | None:
     if isinstance(module, _RECURRENT):
         name = type(module).__name__
         return f"an nn.{name}, which torch.func.vmap can't map", "nn.LSTM, or a cell made of nn.Linear"
-    if isinstance(module, _EMBEDDINGS) and module.sparse:
+    if isinstance(module, _EMBEDDINGS) and module.sparse and module.weight.requires_grad:
         return "an embedding with sparse gradients, which torch.func.vmap can't map", "sparse=False"
     if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
         return (

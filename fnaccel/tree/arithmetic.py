@@ -113,7 +113,7 @@ Parts = list[torch.Tensor]
 
 def _mapped(where: str, fn: Callable[..., Parts], *trees: Tree) -> Tree:
     """A tree of what `fn` makes of the lists of this rank's parts, laid out as the first tree is."""
-    with _torch.without_function_modes():
+    with _torch.without_draws():
         shown, parts, structure = _columns(where, *trees)
         made = fn(*parts) if shown else []
         return unflatten(structure, map(_torch.laid_out_as, shown, made))
@@ -200,7 +200,7 @@ def _held_by(tensor: Any) -> tuple[Any, int]:
 
 def _summed(trees: list[Tree], fn: Callable[..., Parts], where: str) -> torch.Tensor:
     """The sum of `fn` over all leaves, each part of a tensor counted once."""
-    with _torch.without_function_modes():
+    with _torch.without_draws():
         return _added(*_columns(where, *trees)[:2], fn)
 
 

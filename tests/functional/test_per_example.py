@@ -328,6 +328,39 @@ def test_layers_without_gradients_of_rows_are_refused_by_name(what):
         assert train_step.live_state is state
 
 
+class Complex(Net):
+    def __init__(self):
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+    def forward(self, x):
+        return super().forward(x) * self.phase.abs()
+
+
+def test_complex_parameters_are_refused():
+    with fa.start(device="cpu"):
+        train_step = program(fa.per_example(squares, clip=1.0), model=Complex)
+        with pytest.raises(errors.CapabilityError, match="phase is complex"):
+            train_step(train_step.init(), batch_of(4))
+        train_step.close()
+
+
+def test_a_frozen_embedding_may_be_sparse():
+    class Frozen(Net):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(3, 6, sparse=True).requires_grad_(False)
+
+        def forward(self, x):
+            return self.out(self.inp(x) + self.table(torch.zeros(len(x), dtype=torch.long)))
+
+    with fa.start(device="cpu"):
+        train_step = program(fa.per_example(squares, clip=1.0), model=Frozen)
+        _, metrics = train_step(train_step.init(), batch_of(4))
+        assert float(metrics["loss"]) > 0
+        train_step.close()
+
+
 class Recurrent(Net):
     def __init__(self):
         super().__init__()

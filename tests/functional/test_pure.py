@@ -594,6 +594,24 @@ def test_calls_are_refused():
     host(host.init(), BATCHES[0], lr=0.1)
 
 
+class Growing(Wide):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros_like(BATCHES[0][0][:1]))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x.detach()])
+        return super().forward(x)
+
+
+def test_a_forward_may_change_the_shape_of_a_buffer():
+    update = fa.pure(program(model=Growing))
+    values = update.init()
+    for batch in BATCHES[:2]:
+        values, _ = update(values, batch)
+    assert len(values["buffers"]["seen"]) == 1 + sum(len(batch[0]) for batch in BATCHES[:2])
+
+
 def test_positions_are_kept_by_hand():
     train_step = program()
     update, state = fa.pure(train_step), train_step.init()

@@ -90,10 +90,6 @@ MUTANTS = [
         (GRADIENT, "-k", "arithmetic_on"),
     ),
     Mutant(
-        "a state that shares memory with second gradients", "program/lower.py", ", info.params, grads.present())",
-        ", info.params)", (SECOND, "-k", "both_passes"),
-    ),
-    Mutant(
         "first gradients in the buckets of the second pass", "program/second_gradient.py",
         "is not None] if first.lent else []", "is not None] if False else []", (SECOND, "-k", "both_passes"),
     ),

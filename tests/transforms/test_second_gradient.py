@@ -118,6 +118,7 @@ def kept_run(strategy, needs):
         second = info.gradients_at({name: 0.5 * info.params[name] for name in grads})
         found["first stays"] = all(torch.equal(fa.tree.whole(grads[name]), first[name]) for name in grads)
         found["norm"] = float(fa.tree.norm(second))
+        found["second"] = second
         return second, second
 
     kept = fa.Transform("kept", fa.Phase.GRADS, apply=keep, init=lambda params: dict(params), needs=needs)
@@ -125,6 +126,7 @@ def kept_run(strategy, needs):
     train_step = program(step, strategy=strategy, model=Noisy)
     state, _ = train_step(train_step.init(seed=0), batch_of(8))
     found["kept"] = float(fa.tree.norm(state.transforms["kept"]))
+    found["after"] = float(fa.tree.norm(found.pop("second")))
     train_step.close()
     return found
 
@@ -136,6 +138,7 @@ def test_gradients_of_both_passes_stay_as_they_were(pools, strategy, ranks, need
         assert found["first stays"]
         assert found["norm"] > 0.1
         assert found["kept"] == pytest.approx(found["norm"], rel=1e-6)
+        assert found["after"] == pytest.approx(found["norm"], rel=1e-6)
 
 
 def seeded(fn, *args):
