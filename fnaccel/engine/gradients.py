@@ -106,8 +106,10 @@ class Gradients:
         if kept and self.lent:
             present = self.present()
             factor = self.multiplier
-            copies = [x.clone() for x in present] if factor is None else _torch.foreach_mul(present, factor)
-            made = iter(copies if present else ())
+            if factor is None or not present:  # a rank may hold no element
+                made = iter([x.clone() for x in present])
+            else:
+                made = iter(_torch.foreach_mul(present, factor))
             self.shards = [next(made) if g is not None and g.numel() else g for g in self.shards]
             self.lent = False
         elif self.multiplier is not None:
