@@ -50,7 +50,9 @@ ROWS = {
         "DP-SGD, MLP, 32 rows": ("Opacus", "a plain step"),
         "DP-SGD compiled, MLP, 32 rows": ("Opacus", "a plain step"),
         "a loss through fa.call, small GPT": ("a plain step",),
-        "a step with fa.perturb, small GPT": ("a plain step",),
+        "a step with fa.perturb, small GPT": ("a plain step", "PyTorch by hand"),
+        "a step with fa.perturb, small GPT, ddp on 2 ranks": ("a plain step", "PyTorch by hand"),
+        "a step with fa.perturb, small GPT, fsdp on 2 ranks": ("a plain step",),
     },
     "pure": {
         "one of 2 updates in one graph, MLP": ("a loop of train steps, eager", "pure updates, eager"),
