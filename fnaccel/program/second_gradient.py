@@ -6,7 +6,7 @@ Sharpness-aware minimisation (https://arxiv.org/abs/2010.01412) and finite diffe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,10 @@ import torch
 from fnaccel import _torch
 from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.engine.exchange import Exchange
-from fnaccel.engine.gradients import Gradients, differences, part_like
+from fnaccel.engine.gradients import Gradients, differences, part_like, with_copies
 from fnaccel.engine.passes import Inputs, Outcome
 from fnaccel.engine.user_draws import pausing
 from fnaccel.errors import CapabilityError, TreeMismatchError
-from fnaccel.models.parameter import Leaf
 from fnaccel.program.instance import Instance
 from fnaccel.program.put_back import passes_put_back
 from fnaccel.tree import Tree
@@ -68,7 +67,10 @@ class SecondGradient:
                 where=_WHERE,
                 fix="give a value for each trained parameter, by its name and in its shape",
             )
-        values = _apart_from([part_like(params[leaf.name], leaf).detach() for leaf in leaves], leaves)
+        # the parameters are about to change, and a value may share memory with one
+        values = with_copies(
+            [part_like(params[leaf.name], leaf).detach() for leaf in leaves], [leaf.shard for leaf in leaves]
+        )
         # a strategy may use the memory of its gradients again, and the hook holds them
         ours = [grad for grad in first.shards if grad is not None] if first.lent else []
         kept = [grad.clone() for grad in ours]
@@ -85,12 +87,6 @@ class SecondGradient:
                 leaf.param.grad = grad
             if ours:
                 _torch.foreach_copy_(ours, kept)
-
-
-def _apart_from(values: list[torch.Tensor], leaves: Sequence[Leaf]) -> list[torch.Tensor]:
-    """Copies of the values that share memory with a parameter, which is about to change."""
-    memory = {leaf.shard.untyped_storage().data_ptr() for leaf in leaves}
-    return [value.clone() if value.untyped_storage().data_ptr() in memory else value for value in values]
 
 
 def differentiate(instance: Instance, micro_batches: MicroBatches, inputs: Inputs) -> Outcome:

@@ -47,7 +47,7 @@ MORE_LINES = {
     "optimizers from parts": 1_500,
     "Poisson sampling, a fixed divisor of rows, epsilon": 440,
     "a pure update, and functions that run again in backward": 1_300,
-    "second gradients without copies, and layers without gradients of rows by name": 125,
+    "gradients apart from a second pass, and layers without gradients of rows by name": 125,
 }
 """Lines of what came later, by feature."""
 
