@@ -6,22 +6,26 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # what DeepSpeed compiles belongs to one environment, and to one ninja: shared, or with another, it is compiled anew
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# images of Docker set it. Without compiled modules each of a thousand processes takes 4 s longer to import torch
+unexport PYTHONDONTWRITEBYTECODE
 
 # the rows of one file stay in one process, which has forked its ranks
 BOTH := -n 2 --dist loadfile
 
-.PHONY: demo test test-all test-nvme test-gpu soak structure lint types check format bench bench-jax clean
+.PHONY: demo test test-all test-long test-nvme test-gpu soak structure lint types check format bench bench-jax clean
 
 demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text and a report
 	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
 	$(BIN)/fnaccel launch -n 1 --precision bf16 examples/train_gpt.py --steps 600 --report runs/gpt/report.html --sample 400 --dir runs/gpt
 
-test: .venv/.dev  ## all but the long rows: ten minutes on two cores
+test: .venv/.dev  ## all but the long rows: nine minutes on two cores
 	$(BIN)/python -m pytest -m "not long" $(BOTH)
 
-test-all: .venv/.dev .venv-trackers/.trackers .venv-jax/.jax  ## what `make test` leaves out: deliberate bugs, long rows, trackers
-	$(BIN)/python -m pytest -m long $(BOTH)
-	$(TRACKERS)/python -m pytest tests/trackers
+test-all: .venv/.dev  ## every row, then seconds by folder; writes the table of seconds in tests/long_tier
+	$(BIN)/python -m tests.long_tier --all
+
+test-long: .venv/.dev  ## long rows until UNTIL (seconds since 1970), those near to what changed first
+	$(BIN)/python -m tests.long_tier --until $(UNTIL)
 
 # trackers bring 120 packages and pins, so they have an environment of their own: beside torch and the rest of .venv,
 # which it finds by a path file
@@ -76,7 +80,7 @@ test-xla: .venv-xla/.xla  ## the XLA strategy on virtual devices, and a sample o
 	$(PYTHON) -m venv .venv-xla
 	$(XLA)/python -m pip install --quiet --no-compile torch==2.9.0 torch_xla==2.9.0
 	$(XLA)/python -m pip install --quiet --no-compile torch==2.9.0 -e ".[data]" "numpy>=2,<3" "scikit-learn>=1.5" \
-		"hypothesis>=6.100" "pytest>=8" "pytest-timeout>=2.3" "expecttest>=0.2"
+		"hypothesis>=6.100" "pytest>=9" "pytest-timeout>=2.3" "expecttest>=0.2"
 	touch $@
 
 # any other torch and Python, in an environment of its own (a build for CUDA has 7 GB):
@@ -94,7 +98,7 @@ $(VERSION)/.version: pyproject.toml constraints.txt
 	grep -v "^torch=" constraints.txt > $(VERSION)/constraints.txt
 	$(VERSION)/bin/python -m pip install --quiet --no-compile torch==$(TORCH)
 	$(VERSION)/bin/python -m pip install --quiet --no-compile -c $(VERSION)/constraints.txt torch==$(TORCH) \
-		-e ".[data,examples,quantize]" "hypothesis>=6.100" "pytest>=8" "pytest-timeout>=2.3" "expecttest>=0.2"
+		-e ".[data,examples,quantize]" "hypothesis>=6.100" "pytest>=9" "pytest-timeout>=2.3" "expecttest>=0.2"
 	touch $@
 
 soak: .venv/.dev  ## kill -9 a training run dozens of times, compare the bits at its end; many faults on 3 ranks

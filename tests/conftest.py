@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
+import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share two cores
 # ranks are forks: threads of a pool of compilers that this process began would not exist in them
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ import torch._dynamo  # 800 modules that every train step imports: here once, an
 from hypothesis import Phase, settings
 
 from fnaccel.testing import RankPools
-from tests.representatives import is_long
+from tests.row_names import row_name
 
 # shells let jobs in the background ignore the first, and nohup the second
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,7 +63,24 @@ def quick_collections() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not long"` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the rows that `make test` leaves out."""
+    """Mark as long the rows that `long_except` does not name."""
     for item in items:
-        if is_long(item.nodeid):
+        mark = item.get_closest_marker("long_except")
+        if mark and not re.search(mark.args[0], item.callspec.id):
             item.add_marker(pytest.mark.long)
+
+
+def pytest_make_parametrize_id(val: Any) -> str | None:
+    """Name rows by their values."""
+    return row_name(val)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a row that needs another environment than this one."""
+    needed = item.get_closest_marker("environment")
+    if needed is None:
+        return
+    root = item.config.rootpath
+    target, *python = needed.args
+    if not (root / target).exists() or (python and Path(sys.executable) != root / python[0]):
+        pytest.skip(f"needs {target}: `make test-all` makes it")

@@ -25,7 +25,7 @@ def chi_square(counts, expected):
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: str(key.bits.tolist()))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_uniform(key, dtype):
     values = fa.random.uniform(key, (N,), dtype=dtype)
@@ -48,7 +48,7 @@ def test_no_number_is_rounded_up_to_1(dtype):
     assert fa.random.normal(fa.random.key(0), (N,), dtype=dtype).isfinite().all()
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: str(key.bits.tolist()))
 def test_normal(key):
     values = fa.random.normal(key, (N,)).double()
     for power, expected, deviation in (

@@ -360,6 +360,7 @@ print(most[0] - before)
 """
 
 
+@pytest.mark.long_except("float64")
 @pytest.mark.parametrize(("dtype", "model"), [("float32", 0), ("float64", 12 * 2048 * 2048 * 8)])
 def test_the_host_holds_the_model_and_a_tensor_a_reader(tmp_path, dtype, model):
     """Nothing is copied if the dtype is right. Else own pages grow by the new model and one tensor a reader."""

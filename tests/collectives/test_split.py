@@ -17,6 +17,7 @@ from fnaccel.collectives import split_between_processes
 from fnaccel.data import Rows
 from fnaccel.errors import ArgumentError
 from fnaccel.world.world import World
+from tests.row_names import row_name
 from tests.strategies import lengths, worlds
 
 
@@ -131,7 +132,9 @@ def equal(a, b):
     return type(a) is type(b) and tree.allclose(a, b)
 
 
-@pytest.mark.parametrize(("inputs", "expected"), BATCHES)
+@pytest.mark.parametrize(
+    ("inputs", "expected"), BATCHES, ids=lambda value: f"{type(value).__name__} {row_name(value)}"
+)
 def test_batches_and_lists(inputs, expected):
     for pad in (False, True):
         first, second = parts(inputs, 2, pad=pad)

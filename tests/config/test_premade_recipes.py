@@ -121,6 +121,7 @@ def fp32(pools):
     return losses[0]
 
 
+@pytest.mark.long_except("^(?!compile|gpu|tracking)")
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [

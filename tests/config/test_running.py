@@ -39,7 +39,14 @@ def test_a_recipe_without_the_sections_writes_none():
 
 
 @pytest.mark.parametrize(
-    ("cards", "text"), [(0, "0"), ("0,1", "0,1"), ((0, 1), "0,1"), (["GPU-6e", 2], "GPU-6e,2"), (None, None)]
+    ("cards", "text"),
+    [
+        (0, "0"),
+        ("0,1", "0,1"),
+        pytest.param((0, 1), "0,1", id="tuple"),
+        (["GPU-6e", 2], "GPU-6e,2"),
+        (None, None),
+    ],
 )
 def test_ways_to_write_gpus(cards, text):
     assert fa.config.LaunchRecipe(gpus=cards).gpus == text

@@ -70,6 +70,7 @@ ROWS += [
 ]
 
 
+@pytest.mark.long_except(r"^(?!added).*-nothing$|weigh|causal-method=ring,balance=True|keys-method=ring|rows-(nothing|method=heads)")
 @pytest.mark.parametrize(("mask", "options", "step"), ROWS)
 def test_two_ranks_share_a_sequence(pools, mask, options, step):
     results = pools.run(2, trained, text("context(2)", **options), mask, **step)
@@ -100,6 +101,7 @@ PRODUCTS = [
 ]
 
 
+@pytest.mark.long_except(r"^(fsdp|ddp)\(2.*-4-")
 @pytest.mark.parametrize(("strategy", "ranks", "step"), PRODUCTS)
 def test_products(pools, strategy, ranks, step):
     copies = ranks // 4 if "tensor" in strategy else 2
@@ -124,6 +126,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.long_except(r"-nothing|block-")
 @pytest.mark.parametrize(("strategy", "scope", "backend", "options"), COMPILED)
 def test_compiled(pools, strategy, scope, backend, options):
     step = {"clip": 0.1, "lengths": (8,), "layers": 2 if scope == "block" else 1}

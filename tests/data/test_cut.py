@@ -116,11 +116,11 @@ def test_rows_say_what_they_are():
 @pytest.mark.parametrize(
     "batch",
     [
-        lambda n: [torch.arange(n), torch.arange(n)],  # a TensorDataset of x and y
-        lambda n: (torch.arange(n), torch.arange(n)),
-        lambda n: [{"x": torch.arange(n)}, {"x": torch.arange(n)}],
-        lambda n: {"x": torch.arange(n), "names": [("a", "b")[:n], ("c", "d")[:n]]},
-        lambda n: {"x": torch.arange(n), "size": [3, 4][:n]},
+        pytest.param(lambda n: [torch.arange(n), torch.arange(n)], id="list"),  # a TensorDataset of x and y
+        pytest.param(lambda n: (torch.arange(n), torch.arange(n)), id="tuple"),
+        pytest.param(lambda n: [{"x": torch.arange(n)}, {"x": torch.arange(n)}], id="dicts"),
+        pytest.param(lambda n: {"x": torch.arange(n), "names": [("a", "b")[:n], ("c", "d")[:n]]}, id="names"),
+        pytest.param(lambda n: {"x": torch.arange(n), "size": [3, 4][:n]}, id="size"),
     ],
 )
 def test_batches_of_two_rows_and_two_columns_are_cut(batch):

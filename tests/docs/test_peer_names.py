@@ -103,7 +103,7 @@ def test_every_row_has_one_of_three_statuses():
     assert [row.peer for row in ROWS if row.status.startswith("here") and not row.here] == []
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.peer[:50])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.peer[:50]} {row.here[:30]}")
 def test_the_form_here_exists(row, things):
     for span in SPAN.findall(row.here):
         check(span, things)

@@ -109,6 +109,7 @@ def test_slots_beside_copies_go_to_any_layout(pools, tmp_path, make, other):
         assert fa.tree.allclose(found, slots, rtol=0, atol=0)
 
 
+@pytest.mark.long_except("block")
 @pytest.mark.parametrize("scope", ["block", "step"])
 def test_compiled_beside_copies(pools, scope, tmp_path):
     for found in pools.run(4, compiled, "fsdp(2) * extending_page:copies(2)", scope, tmp_path):

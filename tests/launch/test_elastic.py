@@ -278,6 +278,7 @@ def strangers():
     made.leave()
 
 
+@pytest.mark.long_except("garbage")
 @pytest.mark.parametrize("kind", ["garbage", "idle", "slow"])
 def test_strangers_on_the_ports_of_a_job(launcher, machine, strangers, kind):
     script = launcher.write(TALK)

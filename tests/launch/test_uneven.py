@@ -91,6 +91,7 @@ def test_a_rank_whose_batch_is_another_ends_all_with_the_positions(run, tmp_path
         assert re.search(r"rank 0 is at .*; rank 1 is at ", outcome.what), outcome
 
 
+@pytest.mark.long_except("fsdp|saves")
 @pytest.mark.parametrize(
     ("faulty", "strategy", "name", "call"),
     [
@@ -328,6 +329,7 @@ def test_a_rank_that_never_comes_is_named(run, absent):
             assert f"rank {absent} did not come to fa.start within 2 s" in outcome.what
 
 
+@pytest.mark.long_except("1")
 @pytest.mark.parametrize("early", [0, 1])
 def test_the_launcher_names_a_rank_that_exits_before_start(launcher, early):
     script = launcher.write(f"""

@@ -90,6 +90,7 @@ def see(text, fault, faulty, size):
     assert "ended the job with exit code 76" in text
 
 
+@pytest.mark.long_except("stop-1|data|apart")
 @pytest.mark.parametrize(
     ("fault", "faulty", "size", "strategy"),
     [
@@ -223,6 +224,7 @@ ALONE = """
 """
 
 
+@pytest.mark.long_except("sleeps")
 @pytest.mark.parametrize(
     ("limit", "what", "listeners"), [(0.5, "trains", 1), (0.5, "only sleeps", 1), (0, "only sleeps", 0)]
 )

@@ -114,9 +114,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "what", "fix", "make"), TABLE, ids=lambda value: value.__name__ if inspect.isclass(value) else ""
-)
+@pytest.mark.parametrize(("kind", "what", "fix", "make"), TABLE)
 def test_three_lines(kind, what, fix, make):
     with fa.start(), pytest.raises(kind) as caught:
         make()

@@ -44,6 +44,9 @@ def _row(strategy, scope, kind):
     return pytest.param(strategy, scope, kind, id=name, marks=pytest.mark.long if long else ())
 
 
+@pytest.mark.long_except(
+    "block|plain|ragged|local-step-(rich|ema|fp16|own|models|replacing|each)|local-loss-rich"
+)
 @pytest.mark.parametrize(("strategy", "scope", "kind"), [_row(*case) for case in CASES])
 def test_compiled_equals_eager(pools, strategy, scope, kind):
     expected = eager(pools, strategy, kind)
@@ -84,6 +87,7 @@ def test_a_parameter_without_a_gradient_is_an_error_on_several_ranks(pools):
         pools.run(2, run_kind, "spare", "ddp", "step")
 
 
+@pytest.mark.long_except("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_parameter_that_one_rank_uses_is_trained_on_all(pools, strategy):
     expected = pools.run(2, run_kind, "some", "ddp(unused_parameters=True)", None)

@@ -80,6 +80,7 @@ def trained(of, strategy, scope):
 BLOCK, ROOT = 21, 16  # elements that a rank sends: of 42, and of 31 (the bias of one element is padded)
 
 
+@pytest.mark.long_except(r"activations-fsdp\(2\)-")
 @pytest.mark.parametrize(("of", "strategy", "before", "after"), [
     (of, "fsdp(2)", [BLOCK, BLOCK, ROOT, ACTIVATIONS], [ROOT, BLOCK, BLOCK, ACTIVATIONS, BLOCK, BLOCK])
     for of in ("activations", "inputs")

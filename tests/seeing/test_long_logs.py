@@ -85,7 +85,7 @@ LINES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line[:40].encode("ascii", "replace").decode())
+@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{len(line)} {line[:60]!a}")
 def test_hostile_lines_are_a_page_or_an_error_of_three_lines(tmp_path, capsys, line):
     for text in (GOOD + line + "\n", GOOD + line + "\n" + GOOD, line + "\n" + GOOD):
         (tmp_path / "a.jsonl").write_text(text)

@@ -58,6 +58,7 @@ def compare(name, folder, abilities, digits=None):
     assert written.artifact == ("kept" if "artifact" in abilities else None)
 
 
+@pytest.mark.long_except("tensorboard")
 @pytest.mark.parametrize(
     ("name", "options", "abilities"),
     [

@@ -17,6 +17,10 @@ CLEARML = {
 AIM = {"offline": True, "system_tracking_interval": None, "capture_terminal_logs": False}
 COMET = {"offline": True, "project": "checks", "run_name": "first", "tags": ["a"], "log_code": False}
 ALL = (*MEDIA, "artifact")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.environment(".venv-trackers/.trackers", ".venv-trackers/bin/python"),
+]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,410 @@
+"""Deliberate bugs of the core: steps, engines, strategies, data, checkpoints."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+COMPILED = "tests/parity/test_compiled.py"
+MATRIX = "tests/parity/test_matrix.py"
+ENGINES = "tests/engines/test_engines.py"
+
+
+MUTANTS = [
+    Mutant(
+        "a flag of the launcher that says something else is ignored", "program/launcher_flags.py",
+        "            _check_same(KINDS[name], chosen, own)\n", "            pass\n",
+        ("tests/config/test_launcher_flags.py", "-k", "raises_with_both"),
+    ),
+    Mutant(
+        "a flag of the launcher does not reach a step", "program/launcher_flags.py",
+        "            step = transform(step)\n", "            transform(step)\n",
+        ("tests/config/test_launcher_flags.py", "-k", "it_trains_as"),
+    ),
+    Mutant(
+        "a chain applies its last transform first", "step/chain.py",
+        "for member in self.members:", "for member in reversed(self.members):",
+        ("tests/transforms/test_without_step.py", "-k", "left_to_right"),
+    ),
+    Mutant(
+        "ranks that train on different batches", "engine/same_position.py",
+        "self._differ = squares", "self._differ = False and squares",
+        ("tests/robust/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-eager"),
+    ),
+    Mutant(
+        "positions whose mean is one of them", "engine/same_position.py",
+        "self._differ = squares * self._group.size() != total * total",
+        "self._differ = total != self._group.size() * int(self.codes[0])",
+        ("tests/robust/test_skipped_batch.py", "-k", "mean_is_one"),
+    ),
+    Mutant(
+        "positions of captured steps not compared", "program/captured_step.py",
+        "self._totals.hear(None if step.group is None else out.answers)", "pass",
+        ("tests/robust/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-captured"),
+    ),
+    Mutant(
+        "a rank of fillers whose zeros have no shape", "engine/combine.py",
+        "torch.zeros(shape) if shape and not isinstance(value, torch.Tensor) else value", "value",
+        ("tests/engines/test_shaped_aux.py", "-k", "without_rows"),
+    ),
+    Mutant(
+        "totals of another shape broadcast", "engine/combine.py",
+        "if shapes != self._shapes[index]:", "if False:",
+        ("tests/engines/test_shaped_aux.py", "-k", "raise_by_name and calls"),
+    ),
+    Mutant(
+        "sums of several dimensions cut in a wrong order", "engine/combine.py",
+        "[part.view(shape) for part", "[part.flip(0).view(shape) for part",
+        ("tests/engines/test_shaped_aux.py", "-k", "aux_of_any_shape and ddp"),
+    ),
+    Mutant(
+        "ranks whose schedules are objects with other values", "step/callables.py",
+        'yield from _items(getattr(fn, "__dict__", {}), seen)', "pass",
+        ("tests/robust/test_plan_texts.py", "-k", "rates_of_a_group and object"),
+    ),
+    Mutant(
+        "ranks whose schedules are partials with other values", "step/callables.py",
+        "yield from _items(fn.keywords, seen)", "pass",
+        ("tests/robust/test_plan_texts.py", "-k", "rates_of_a_group and partial"),
+    ),
+    Mutant(
+        "matrices orthogonalised by shards", "optim/foreign.py", "if not (self.whole and _sharded(groups)):",
+        "if True:", ("tests/optim/test_several.py", "-k", "muon_works"),
+    ),
+    Mutant(
+        "bias correction that counts updates before a late start", "engine/updater.py",
+        "number - part.starts if part.starts else number", "number",
+        ("tests/optim/test_several.py", "-k", "late_start_equals and local"),
+    ),
+    Mutant(
+        "a resumed run that forgets the size of its windows", "loop/scanning.py",
+        "epochs), state.step, each=each)", "epochs), 0, each=each)",
+        ("tests/data/test_windows.py", "-k", "resumed"),
+    ),
+    Mutant(
+        "a machine that reads the copy of another", "checkpoint/machines.py",
+        "lambda entry: (self.of[entry[0]] != self.here, entry[0])", "lambda entry: entry[0]",
+        ("tests/checkpoint/test_machines.py", "-k", "layout_go_on and ddp"),
+    ),
+    Mutant(
+        "gradients scaled by 1/1.01", "engine/passes.py", "multiplier = _ratio(engine, weight)",
+        "multiplier = _ratio(engine, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
+    ),
+    Mutant(
+        "rounds of a mean of means", "engine/passes.py", "engine, totals.weight, inputs.scale",
+        "engine, totals.weight * (1 if len(self._micro_batches) == 1 else 1.001), inputs.scale",
+        (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
+    ),
+    Mutant(
+        "captured gradients not averaged", "strategies/ddp_buckets.py", "_torch.begin_all_reduce(flat / self.size, self.group)", "flat",
+        (COMPILED, "-k", "ddp-step-plain"),
+    ),
+    Mutant(
+        "captured accumulation loses a micro-batch", "engine/gradients.py", "return carried + grad", "return grad",
+        (COMPILED, "-k", "local-step-ragged"),
+    ),
+    Mutant(
+        "a backward that failed goes on", "strategies/fsdp_engine.py", "recover=lambda: reset_shards(host)", "recover=None",
+        ("tests/robust/test_live_state.py", "-k", "backward_that_raises and fsdp"),
+    ),
+    Mutant(
+        "autocast stays on", "program/update_guard.py", "restore_autocast(self.kind, self.autocast)", "pass",
+        ("tests/robust/test_live_state.py", "-k", "autocast"),
+    ),
+    Mutant(
+        "captured hooks count from one", "program/step_graph.py", "updates=given.number - 1", "updates=given.number",
+        ("tests/laws/test_laws.py", "-k", "told_the_same"),
+    ),
+    Mutant(
+        "captured clip left out", "program/step_graph.py", "tail.before_update(gradients, {}, info)", "pass",
+        (COMPILED, "-k", "local-step-ragged"),
+    ),
+    Mutant(
+        "captured shards not averaged over ranks", "strategies/whole_leaves.py", "outgoing / self._ranks", "outgoing",
+        (COMPILED, "-k", "fsdp-step-plain"),
+    ),
+    Mutant(
+        "gradient sync left on", "engine/engine.py", "with sync(index == n - 1):",
+        "with sync(True):", (MATRIX, "-k", "fsdp-fp32-acc3-none-2"),
+    ),
+    Mutant(
+        "gradient sync never on", "engine/engine.py", "with sync(index == n - 1):",
+        "with sync(False):", (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
+    ),
+    Mutant(
+        "norm of one shard", "engine/gradients.py", "square = _torch.summed_over(square, self._over.group)", "pass",
+        (MATRIX, "-k", "fsdp-fp32-acc1-clip-2"),
+    ),
+    Mutant(
+        "clip before averaging", "engine/gradients.py",
+        "return self._raw if self.multiplier is None else self._raw * abs(self.multiplier)",
+        "return self._raw", (MATRIX, "-k", "local-fp32-acc1-clip"),
+    ),
+    Mutant(
+        "weights of the last micro-batch only", "engine/totals.py",
+        "weight if isinstance(self.weight, int) and self.weight == 0 else self.weight + weight", "weight",
+        (MATRIX, "-k", "local-fp32-acc3-none"),
+    ),
+    Mutant(
+        "fillers count", "engine/totals.py", "        if valid:\n            self._total", "        if True:\n            self._total",
+        (ENGINES, "-k", "ragged_epochs"),
+    ),
+    Mutant(
+        "skipped updates counted", "program/update.py", "(1.0 - skip if isinstance(updates, torch.Tensor) else int(not skip))", "1",
+        ("tests/transforms", "-k", "fp16_skips"),
+    ),
+    Mutant(
+        "a rank stops by itself", "engine/stop_request.py", "self.agree(bool(count > 0))", "self.agree(self._asked)",
+        ("tests/test_preemption.py", "-k", "one_rank_is_told and plain and 0-ddp"),
+    ),
+    Mutant(
+        "stopping forgets to save", "loop/autosave.py", "            self.save(self.last)\n            if self.plan.signals",
+        "            if self.plan.signals", ("tests/test_preemption.py", "-k", "complete or last_step"),
+    ),
+    Mutant(
+        "a run begins anew over damage", "checkpoint/resuming.py", "        _go_on(failed", "        return state\n        _go_on(failed",
+        ("tests/checkpoint/test_resume.py", "-k", "damaged"),
+    ),
+    Mutant(
+        "a donated state stays usable", "state.py", "    if state._trees is _DONATED:\n        return",
+        "    return", ("tests/test_program.py", "-k", "donated"),
+    ),
+    Mutant(
+        "a live state that dies before the checks", "program/adopted.py", "    pairs = _matched(first, state)\n",
+        "    begin()\n    pairs = _matched(first, state)\n", ("tests/robust/test_refused_adopts.py", "-k", "transforms"),
+    ),
+    Mutant(
+        "half a step is adopted", "program/adopted.py", "    _check_counts(state)\n", "",
+        ("tests/robust/test_refused_adopts.py", "-k", "whole_number"),
+    ),
+    Mutant(
+        "given parameters that a unit ignores", "strategies/fsdp_engine.py", "    _guard(built)\n", "",
+        ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-halved"),
+    ),
+    Mutant(
+        "given parameters that a method ignores", "strategies/_torch.py",
+        "    state._pre_forward = _ShardGuard(slots, refuse, state._pre_forward)\n", "",
+        ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-in_a_method"),
+    ),
+    Mutant(
+        "a block recomputed with other parameters", "transforms/rematerialisation.py",
+        "            run = _twice_alike(run, module)\n", "            pass\n",
+        ("tests/robust/test_given_parameters.py", "-k", "recomputed_block_with and local"),
+    ),
+    Mutant(
+        "an expression that renames nothing", "checkpoint/choosing.py", "    if unused:\n", "    if False:\n",
+        ("tests/checkpoint/test_partial.py", "-k", "bad_patterns"),
+    ),
+    Mutant(
+        "a held tree stays usable", "state.py", "        _kill(value)\n", "        pass\n",
+        ("tests/robust/test_held_trees.py", "-k", "average_over_held"),
+    ),
+    Mutant(
+        "a nested tree stays usable", "state.py", "            if isinstance(entry, dict):\n                _kill",
+        "            if False:\n                _kill", ("tests/robust/test_held_trees.py", "-k", "nested"),
+    ),
+    Mutant(
+        "ema forgets to move", "transforms/averaging.py", "shards, 1.0 - self.decay)", "shards, 0.0)",
+        ("tests/transforms", "-k", "ema_follows"),
+    ),
+    Mutant(
+        "gathered parameters go stale", "strategies/fsdp_engine.py", "            unit.reshard()", "            pass",
+        (ENGINES, "-k", "never_stale"),
+    ),
+    Mutant(
+        "a reduce that forgets its scale", "collectives/reduction.py",
+        "total = _scaled(total, scale / where.size if op == \"mean\" else scale)",
+        "total = _scaled(total, 1 / where.size if op == \"mean\" else 1.0)", ("tests/collectives/test_reduce.py",),
+    ),
+    Mutant(
+        "a swapped rank in the order", "data/order.py",
+        "first = self.start + j * self.step + self.offset",
+        "first = self.start + j * self.step + (self.offset if j % 2 else self.step - self.size - self.offset)",
+        ("tests/data/test_order.py",),
+    ),
+    Mutant(
+        "what is replaced goes first", "checkpoint/disk/durable.py", "        rename(target, aside)",
+        "        remove(target)", ("tests/checkpoint/test_faults.py", "-k", "every_write_point"),
+    ),
+    Mutant(
+        "the newest checkpoints go", "checkpoint/disk/retention.py", "in existing[: -self.keep]:", "in existing[self.keep :]:",
+        ("tests/checkpoint/test_background.py", "-k", "retention"),
+    ),
+    Mutant(
+        "a file is renamed before the device holds it", "checkpoint/disk/durable.py", "        sync(number)\n", "",
+        ("tests/checkpoint/test_faults.py", "-k", "in_order"),
+    ),
+    Mutant(
+        "a failed save in the background is silent", "checkpoint/background.py",
+        "if any(gather_objects(failed is not None, world=self._world)) and saving.error is not None:", "if False:",
+        ("tests/checkpoint/test_background.py", "-k", "told_on_every_rank"),
+    ),
+    Mutant(
+        "shards are placed at the beginning", "checkpoint/format/boxes.py", "Box(_torch.local_offset(value), tuple(local.shape))",
+        "Box((0,) * local.dim(), tuple(local.shape))", ("tests/laws/test_any_layout.py",),
+    ),
+    Mutant(
+        "a reader cuts at its own offset", "checkpoint/reading.py", "cut[shared.within(block.box)]",
+        "cut[shared.within(box)]", ("tests/laws/test_any_layout.py",),
+    ),
+    Mutant(
+        "the data position lags a batch", "data/indexed.py", "self.first.start + (j + 1) * together",
+        "self.first.start + j * together", ("tests/laws/test_resume.py", "-k", "law_14"),
+    ),
+    Mutant(
+        "the data position forgets the ranks", "data/indexed.py", "self.first.start + (j + 1) * together",
+        "self.first.start + (j + 1) * self.first.size", ("tests/laws/test_resume.py", "-k", "other_ranks"),
+    ),
+    Mutant(
+        "an iterable is read from its beginning", "data/stream.py", "        if after <= reading.start:\n            continue\n", "",
+        ("tests/laws/test_resume.py", "-k", "law_14"),
+    ),
+    Mutant(
+        "the random streams are forgotten", "checkpoint/restoring.py", "if restorer.refilled and not chosen.partly:", "if False:",
+        ("tests/checkpoint/test_user_state.py", "-k", "streams"),
+    ),
+    Mutant(
+        "buckets move after the first backward", "strategies/ddp.py", "fixed=options.buckets == \"fixed\"", "fixed=False",
+        ("tests/checkpoint/test_layouts.py", "-k", "any_other and ddp"),
+    ),
+    Mutant(
+        "checksums are not compared", "checkpoint/reading.py", "if verify and directory.open(name, durable.checksum_of) != record.crc32:",
+        "if False:", ("tests/checkpoint/test_restore.py",),
+    ),
+    Mutant(
+        "a reader opens files by their path", "checkpoint/disk/directory.py", "return opener(_NUMBERS / str(self._file) / name)",
+        "return opener(self.path / name)", ("tests/checkpoint/test_replaced.py", "-k", "law_17_a_checkpoint_that_is_replaced"),
+    ),
+    Mutant(
+        "ranks open different checkpoints", "checkpoint/restoring.py", "if None not in digests and len(set(digests)) == 1:",
+        "if None not in digests:", ("tests/checkpoint/test_replaced.py", "-k", "all_ranks"),
+    ),
+    Mutant(
+        "a manifest is not compared with its checksum", "checkpoint/format/manifest.py",
+        'if f"{checksum:08x}".encode() != matched[1]:', "if False:", ("tests/checkpoint/test_manifest.py", "-k", "flipped"),
+    ),
+    Mutant(
+        "adopt takes damaged values", "interchange/adopting.py", "    source.verify(world.rank, world.size)\n", "",
+        ("tests/interchange/test_hostile.py", "-k", "leaves_the_state_live"),
+    ),
+    Mutant(
+        "deepspeed is not told the weight", "strategies/deepspeed/update.py",
+        "optimizer.loss_scale = 1.0 / factor if factor else math.inf", "optimizer.loss_scale = 1.0",
+        ("tests/deepspeed/test_parity.py", "-k", "zero2-fp32-acc3-clip-1"),
+    ),
+    Mutant(
+        "deepspeed's fp32 values stay rounded", "strategies/deepspeed/runtime.py", "parts.write(named[name], value)", "pass",
+        ("tests/deepspeed/test_state.py", "-k", "half and 2"),
+    ),
+    Mutant(
+        "what a failed step left is added up", "strategies/deepspeed/runtime.py", "        optimizer.zero_grad()\n", "",
+        ("tests/deepspeed/test_features.py", "-k", "fails and 3"),
+    ),
+    Mutant(
+        "what is restored is not given back to the runtime", "program/state_owner.py", "                    target.copy_(value)",
+        "                    pass", ("tests/deepspeed/test_state.py", "-k", "half and 1"),
+    ),
+    Mutant(
+        "the forward keeps its old partition", "strategies/deepspeed/parts.py", "shard.data.copy_(piece)", "pass",
+        ("tests/deepspeed/test_state.py", "-k", "goes_back and persistence"),
+    ),
+    Mutant(
+        "an engine inherits the group of another", "strategies/deepspeed/comm.py",
+        "    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None\n", "",
+        ("tests/deepspeed/test_features.py", "-k", "copy or offloaded"),
+    ),
+    Mutant(
+        "gradients of an interrupted step stay", "engine/engine.py", "        self.clear()\n        for restore", "        for restore",
+        ("tests/laws/test_interrupts.py", "-k", "local-1"),
+    ),
+    Mutant(
+        "buffers of an interrupted step stay moved", "models/moving_buffers.py", "tensor.copy_(self._copies[index])", "pass",
+        ("tests/laws/test_interrupts.py", "-k", "local-1"),
+    ),
+    Mutant(
+        "a Ctrl-C cuts the end of a swap", "world/interrupts.py", "if frame.f_code in ends and", "if False and",
+        ("tests/laws/test_interrupts.py", "-k", "for_a_while and local-evaluate"),
+    ),
+    Mutant(
+        "units of an interrupted look stay gathered", "engine/engine.py", 'self.unfinished.add("look")', "pass",
+        ("tests/laws/test_interrupts.py", "-k", "for_a_while and fsdp-evaluate"),
+    ),
+    Mutant(
+        "half of the modules stay in training mode", "models/module_modes.py",
+        "before, self._evaluating = self._evaluating, None", "before, self._evaluating = self._evaluating, True",
+        ("tests/laws/test_interrupts.py", "-k", "for_a_while and local-look"),
+    ),
+    Mutant(
+        "hooks of an interrupted forward fire in the next", "strategies/ddp.py", "            wrapped.begin_anew()\n", "",
+        ("tests/laws/test_interrupts.py", "-k", "ddp-1"),
+    ),
+    Mutant(
+        "a weight of zero is an update", "step/loss.py", "    return not 0 < weight < math.inf", "    return False",
+        ("tests/robust/test_weights.py", "-k", "weight_of_zero"),
+    ),
+    Mutant(
+        "losses of two kinds are added up", "engine/totals.py", "self._weighted is not parts.weighted", "False",
+        ("tests/robust/test_weights.py", "-k", "micro_batches_raise"),
+    ),
+    Mutant(
+        "averages are saved for parameters", "state.py", "if lease is not None and lease.averaged:", "if False:",
+        ("tests/robust/test_live_state.py", "-k", "TestAverages"),
+    ),
+    Mutant(
+        "shards draw the same noise", "engine/user_draws.py", "        if not sharded:", "        if True:",
+        ("tests/robust/test_draws.py", "-k", "3-fsdp"),
+    ),
+    Mutant(
+        "a replaced parameter is not noticed", "models/trained_modules.py", "        owner.suspicious = True", "        pass",
+        ("tests/robust/test_live_state.py", "-k", "was_replaced_raises"),
+    ),
+    Mutant(
+        "an exchange is not undone", "engine/exchange.py", "            self._kept.pop()", "            self._kept.clear()",
+        ("tests/robust/test_live_state.py", "-k", "TestAverages"),
+    ),
+    Mutant(
+        "a rank leaves without a word", "world/watcher.py",
+        "            self._board.client.add(\"left\", 1)", "            raise RuntimeError", ("tests/launch/test_uneven.py", "-k", "leaves_is_named and closes"),
+    ),
+    Mutant(
+        "waiting ranks do not compare their calls", "world/stalls.py", "if number is not None:", "if False:",
+        ("tests/test_faults.py", "-k", "first_call_that_differs"),
+    ),
+    Mutant(
+        "the store listens on all interfaces", "world/joining.py", "elif ranks.machines == 1 and is_loopback(address):",
+        "elif False:", ("tests/launch/test_uneven.py", "-k", "loopback"),
+    ),
+    Mutant(
+        "ranks of split data end with their own part", "data/presplit.py",
+        'if all(ended) or (remainder == "drop" and any(ended)):', "if any(ended):",
+        ("tests/data/test_presplit.py", "-k", "own_part_whole"),
+    ),
+    Mutant(
+        "batches that wait in the loader's buffer", "data/buffer_guard.py", "reading.owns = self._separate < self.depth",
+        "reading.owns = self._number > 1 and self._separate < self.depth", ("tests/data/test_reused_buffers.py", "-k", "rings"),
+    ),
+    Mutant(
+        "boxes of a picture that are cut as columns", "data/cut.py", "elif structure not in _records:", "elif False:",
+        ("tests/data/test_cut.py", "-k", "rows_or_columns"),
+    ),
+    Mutant(
+        "x to rank 0 and y to rank 1", "collectives/splitting.py", "return dict(enumerate(inputs)) if any(", "return None if any(",
+        ("tests/collectives/test_split.py", "-k", "batches_and"),
+    ),
+    Mutant(
+        "experts that all lie on the first ranks", "strategies/shard_dims.py", "if experts or (", "if (",
+        ("tests/engines/test_shard_dims.py", "-k", "experts_leave"),
+    ),
+    Mutant(
+        "captured gradients in the order of other rows", "strategies/whole_leaves.py", "return value.movedim(self.dim, 0) if self.dim else value", "return value",
+        ("tests/engines/test_shard_dims.py", "-k", "raw_loop and True-Net and fsdp-"),
+    ),
+    Mutant(
+        "second moments rounded to 0", "optim/quantized.py", "return _values(256, linear=64, decades=11).float()",
+        "return torch.cat([torch.zeros(1), _values(255, linear=64, decades=5)]).float()",
+        ("tests/optim/test_eight_bit.py", "-k", "moves_far"),
+    ),
+    Mutant(
+        "a window that grows over a ring", "data/buffer_guard.py", "self.depth, self._separate = depth, 0",
+        "self.depth = depth", ("tests/data/test_reused_buffers.py", "-k", "grow"),
+    ),
+]  # fmt: skip
