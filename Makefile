@@ -67,13 +67,16 @@ test-services: .venv-services/.services .venv-sagemaker3/.sagemaker  ## carriers
 	$(SAGEMAKER3)/python -m pip install --quiet --no-compile "sagemaker-train==1.27.0" "moto==5.2.5"
 	touch $@
 
+# what other versions of torch run beside a part of the parity matrix
+SAMPLE := tests/loop tests/models tests/optim tests/checkpoint tests/program/test_program.py tests/step tests/tree tests/world
+
 # torch_xla links against one release of torch, so XLA has an environment of its own (7 GB)
 XLA := .venv-xla/bin
 .PHONY: test-xla
 
 test-xla: .venv-xla/.xla  ## the XLA strategy on virtual devices, and a sample of the suite on torch 2.9
-	$(XLA)/python -m pytest tests/xla
-	$(XLA)/python -m pytest tests/test_*.py tests/optim tests/checkpoint -k "not compiled_step"  # needs torch 2.11
+	$(XLA)/python -m pytest tests/strategies/xla
+	$(XLA)/python -m pytest $(SAMPLE) -k "not compiled_step"  # needs torch 2.11
 	$(XLA)/python -m pytest tests/parity/test_matrix.py -k "fp32 and (local or ddp or -2- or -4-)"
 
 .venv-xla/.xla: pyproject.toml
@@ -90,7 +93,7 @@ VERSION := .venv-torch-$(TORCH)-$(notdir $(PYTHON))
 .PHONY: test-version
 
 test-version: $(VERSION)/.version  ## a sample of the suite on torch TORCH and Python PYTHON
-	$(VERSION)/bin/python -m pytest tests/test_*.py tests/optim tests/checkpoint tests/engines
+	$(VERSION)/bin/python -m pytest $(SAMPLE) tests/engine tests/strategies/test_*.py
 	$(VERSION)/bin/python -m pytest tests/parity/test_matrix.py -k "fp32 and (local or ddp or -2- or -4-)"
 
 $(VERSION)/.version: pyproject.toml constraints.txt

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel.checkpoint.changed_plan import changes_of
-from tests.models import Net, batch_of, loss_fn, program
+from tests.tiny_models import Net, batch_of, loss_fn, program
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from fnaccel.checkpoint.format.values import decode, encode
 from fnaccel.errors import CheckpointError, NotSerializableError
 from fnaccel.state import Position, Seed, TrainState
 from fnaccel.world.world import start
-from tests.strategies import storable, tensors
+from tests.random_inputs import storable, tensors
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.world.world import current
-from tests.models import batch_of, program, whole_params
+from tests.tiny_models import batch_of, program, whole_params
 
 
 def trained(strategy="local"):

@@ -13,7 +13,7 @@ import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
 from fnaccel.world.world import current
-from tests.models import Net, batch_of, loss_fn, whole_params
+from tests.tiny_models import Net, batch_of, loss_fn, whole_params
 
 
 def of_machine(per):

@@ -24,7 +24,7 @@ from fnaccel.cli.main import main
 from fnaccel.errors import CheckpointError
 from fnaccel.interchange.sources.fnaccel_files import open_own
 from fnaccel.world.world import current, start
-from tests.models import batch_of, program
+from tests.tiny_models import batch_of, program
 
 SYSTEMS = ["open directories", "no path below", "no locks"]
 

@@ -12,7 +12,7 @@ import torch
 import fnaccel as fa
 from fnaccel.errors import CheckpointError, NotSerializableError, TreeMismatchError
 from fnaccel.world.world import current
-from tests.models import Net, batch_of, program, whole_params
+from tests.tiny_models import Net, batch_of, program, whole_params
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from fnaccel.cli.main import main
 from fnaccel.config.references import load
 from fnaccel.errors import ArgumentError, ConfigError
 from fnaccel.step.step import as_step
-from tests.models import Net, batch_of, loss_fn, program
+from tests.tiny_models import Net, batch_of, loss_fn, program
 
 ROOT = Path(__file__).parents[2]
 EAGER = Measured(first=0.1, seconds=0.010, peak=10.0, losses=(4.0, 2.0))
@@ -353,11 +353,15 @@ def test_a_file_names_a_module(folder, monkeypatch):
 def test_a_step_that_compiles_already_is_refused(monkeypatch):
     monkeypatch.setattr("tests.models.compiled_step", fa.compile(loss_fn, "block"), raising=False)
     monkeypatch.setattr("tests.models.some_batch", batch_of(3), raising=False)
-    asked = task(loss="tests.models:compiled_step", model="tests.models:Net", batch="tests.models:some_batch")
+    asked = task(
+        loss="tests.tiny_models:compiled_step",
+        model="tests.tiny_models:Net",
+        batch="tests.tiny_models:some_batch",
+    )
     with fa.start(device="cpu"):
         with pytest.raises(ArgumentError, match="says how it is compiled"):
             find_subject(asked)
-        found = find_subject(attrs.evolve(asked, loss="tests.models:loss_fn"))
+        found = find_subject(attrs.evolve(asked, loss="tests.tiny_models:loss_fn"))
     assert found.step == as_step(loss_fn, "here")
     assert found.model is Net
 

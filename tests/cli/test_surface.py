@@ -113,7 +113,16 @@ def test_env_as_json(capsys):
 
 
 def test_a_plan_as_json(capsys):
-    words = ["tests.models:loss_fn", "--model", "tests.models:Net", "-n", "2", "--strategy", "fsdp", "--json"]
+    words = [
+        "tests.tiny_models:loss_fn",
+        "--model",
+        "tests.tiny_models:Net",
+        "-n",
+        "2",
+        "--strategy",
+        "fsdp",
+        "--json",
+    ]
     assert main(["plan", *words]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["layout"].startswith("fsdp()")

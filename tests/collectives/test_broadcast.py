@@ -14,7 +14,7 @@ from fnaccel.errors import ArgumentError, NotSerializableError, RankMismatchErro
 from fnaccel.testing import count_collectives
 from fnaccel.world import mesh, world
 from tests.collectives.test_gather import equal, rank, shifted
-from tests.strategies import tensors, trees, worlds
+from tests.random_inputs import tensors, trees, worlds
 
 
 def broadcast_shifted(value):

@@ -16,7 +16,7 @@ from fnaccel.errors import ArgumentError, RankMismatchError
 from fnaccel.testing import count_collectives
 from fnaccel.world import world
 from fnaccel.world.world import current
-from tests.strategies import DTYPES, lengths, tensors, trees, worlds
+from tests.random_inputs import DTYPES, lengths, tensors, trees, worlds
 
 
 @attrs.frozen

@@ -13,7 +13,7 @@ from fnaccel.errors import ArgumentError, RankMismatchError, UnknownNameError
 from fnaccel.testing import assert_close, count_collectives
 from fnaccel.world import world
 from tests.collectives.test_gather import rank, shifted
-from tests.strategies import REAL_DTYPES, tensors, trees, worlds
+from tests.random_inputs import REAL_DTYPES, tensors, trees, worlds
 
 
 def fact(op, **options):

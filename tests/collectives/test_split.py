@@ -17,8 +17,8 @@ from fnaccel.collectives import split_between_processes
 from fnaccel.data import Rows
 from fnaccel.errors import ArgumentError
 from fnaccel.world.world import World
+from tests.random_inputs import lengths, worlds
 from tests.row_names import row_name
-from tests.strategies import lengths, worlds
 
 
 def ranks(size):

@@ -15,7 +15,7 @@ from fnaccel.config.applying import make_optimizer, transformed
 from fnaccel.config.yaml import override
 from fnaccel.step.choices import Kept
 from fnaccel.world import flags
-from tests.models import Net, batch_of, loss_fn
+from tests.tiny_models import Net, batch_of, loss_fn
 
 
 def test_every_field_of_a_step_becomes_a_transform():

@@ -1,6 +1,6 @@
 """The premade recipes in examples/recipes: each is loaded, and applied if a CPU can run it.
 
-Those of DeepSpeed are applied in tests/deepspeed/test_premade_recipes.py.
+Those of DeepSpeed are applied in tests/strategies/deepspeed/test_premade_recipes.py.
 """
 
 from __future__ import annotations

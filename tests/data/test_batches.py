@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import fnaccel as fa
 from fnaccel import errors
 from tests.data.reading import numbers, read
-from tests.models import program
+from tests.tiny_models import program
 
 
 class Sentences:

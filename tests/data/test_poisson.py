@@ -12,7 +12,7 @@ import fnaccel as fa
 from fnaccel.data.order import drawn
 from fnaccel.errors import ArgumentError, LoaderError, UnknownNameError
 from fnaccel.state import Position
-from tests.models import loss_fn, program
+from tests.tiny_models import loss_fn, program
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.data import windows
-from tests.models import batch_of, loss_fn, program, whole_params
+from tests.tiny_models import batch_of, loss_fn, program, whole_params
 
 
 def shards(n=10, batch=4, **options):

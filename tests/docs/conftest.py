@@ -9,7 +9,7 @@ import fnaccel as fa
 import fnaccel.testing
 import fnaccel.track
 from tests.docs.names import VALUES
-from tests.models import Net, batch_of, loss_fn
+from tests.tiny_models import Net, batch_of, loss_fn
 
 
 @pytest.fixture(scope="module")

@@ -131,11 +131,11 @@ def test_a_library_that_is_not_installed(monkeypatch):
 
 
 def test_references():
-    model = find_model("tests.models:Net")
+    model = find_model("tests.tiny_models:Net")
     assert {param.device.type for param in model.factory().parameters()} == {"meta"}
     assert model.loss_fn is None
     with pytest.raises(errors.ConfigError, match="names nothing that can be imported"):
-        find_model("tests.models:Nothing")
+        find_model("tests.tiny_models:Nothing")
     with pytest.raises(errors.ArgumentError, match="not a module"):
         find_model("torch:Tensor").factory()
 

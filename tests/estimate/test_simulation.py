@@ -8,7 +8,7 @@ import torch
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import count_collectives
-from tests.models import batch_of, program
+from tests.tiny_models import batch_of, program
 
 
 def count_in(strategy):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
-from tests.models import Net, batch_of, loss_fn, whole_params
+from tests.tiny_models import Net, batch_of, loss_fn, whole_params
 
 STEPS = 4
 

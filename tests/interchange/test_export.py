@@ -16,7 +16,7 @@ from fnaccel.interchange.model_config import class_of
 from fnaccel.texts import bytes_in
 from tests.checkpoint.training import gathered, make, train
 from tests.interchange.hf_models import IDS, gpt2, logits, loss, trained
-from tests.models import program, whole_params
+from tests.tiny_models import program, whole_params
 
 RANKS = [("local()", 1), ("ddp()", 2), ("fsdp()", 1), ("fsdp()", 2), ("fsdp()", 3)]
 

@@ -14,7 +14,7 @@ from fnaccel.strategies.gather_order import FORWARDS
 from fnaccel.world import watcher
 from fnaccel.world.world import current
 from tests.faulty import run_ranks
-from tests.models import whole
+from tests.tiny_models import whole
 
 pytestmark = pytest.mark.launcher
 

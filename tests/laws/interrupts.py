@@ -14,7 +14,7 @@ from torch import nn
 import fnaccel as fa
 from fnaccel.state import is_stale
 from fnaccel.world.world import current
-from tests.models import whole
+from tests.tiny_models import whole
 
 PACKAGE = str(Path(fa.__file__).parent)
 STEPS = 3  # one before the interrupt, the one that is interrupted, one after it

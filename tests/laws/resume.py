@@ -12,7 +12,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.world.world import current
-from tests.models import whole
+from tests.tiny_models import whole
 
 ITEMS, BATCH = 22, 5  # five batches an epoch, the last of two rows
 

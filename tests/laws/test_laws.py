@@ -11,7 +11,7 @@ import fnaccel as fa
 from fnaccel.config.recipes import CheckpointRecipe
 from fnaccel.program.plan import digest
 from fnaccel.testing import assert_close
-from tests.models import batch_of, loss_fn, program, whole_params
+from tests.tiny_models import batch_of, loss_fn, program, whole_params
 
 TRANSFORMS = {
     "precision": lambda step: fa.with_precision(step, "bf16"),
@@ -163,7 +163,7 @@ def test_a_recipe_and_the_calls_it_stands_for_are_the_same_run():
 
 
 def program_model():
-    from tests.models import Net
+    from tests.tiny_models import Net
 
     return Net
 

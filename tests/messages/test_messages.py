@@ -14,7 +14,7 @@ import fnaccel as fa
 from fnaccel import errors
 from fnaccel.errors import FnaccelError
 from tests.docs.examples import split
-from tests.models import Net, batch_of, loss_fn, program
+from tests.tiny_models import Net, batch_of, loss_fn, program
 
 
 def one_step(fn, batch=None, **options):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-PARTS = "tests/extension/test_parts.py"
-SAME_ROWS = "tests/extension/test_same_rows.py"
-WHOLE_MODEL = "tests/extension/test_whole_model.py"
+PARTS = "tests/extend/test_parts.py"
+SAME_ROWS = "tests/extend/test_same_rows.py"
+WHOLE_MODEL = "tests/extend/test_whole_model.py"
 
 MUTANTS = [
     Mutant(
@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "a loop by hand splits rows over all ranks", "data/shard.py", "            _check_all_differ(world)\n", "",
-        ("tests/extension/test_extension.py", "-k", "by_hand"),
+        ("tests/extend/test_extension.py", "-k", "by_hand"),
     ),
     Mutant(
         "ranks that share rows are not compared", "engine/same_rows.py", "if len(versions) > 1:", "if False:",
@@ -76,11 +76,11 @@ MUTANTS = [
     ),
     Mutant(
         "a save between two averages", "checkpoint/saving.py", ") != state.step:", ") < 0:",
-        ("tests/extension/test_axis_with_a_state.py", "-k", "between_two_averages and save"),
+        ("tests/extend/test_axis_with_a_state.py", "-k", "between_two_averages and save"),
     ),
     Mutant(
         "moments of one rank in the place of all", "checkpoint/saving.py", "sums[name] != found[0][name]",
-        "False", ("tests/extension/test_axis_with_a_state.py", "-k", "forgets_to_average"),
+        "False", ("tests/extend/test_axis_with_a_state.py", "-k", "forgets_to_average"),
     ),
     Mutant(
         "a transform's state of one rank in the place of all", "checkpoint/saving.py", "if apart or state.transforms:",
@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     Mutant(
         "a loop that saves what ranks don't share", "loop/autosave.py", "and not self._whole(state)", "and False",
-        ("tests/extension/test_axis_with_a_state.py", "-k", "waits_for_the_next"),
+        ("tests/extend/test_axis_with_a_state.py", "-k", "waits_for_the_next"),
     ),
     Mutant(
         "kept gradients are written again", "engine/gradients.py", "return leaf.clone() if kept and", "return leaf.clone() if not kept and",
@@ -100,10 +100,10 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that train apart are scored as one", "loop/evaluating.py", "if same_at != state.step:", "if False:",
-        ("tests/extension/test_axis_with_a_state.py", "-k", "nothing_is_saved and evaluate"),
+        ("tests/extend/test_axis_with_a_state.py", "-k", "nothing_is_saved and evaluate"),
     ),
     Mutant(
         "an axis that counts steps from 0", "program/instance.py", "step=step + 1,\n                params=shown.params",
-        "step=step,\n                params=shown.params", ("tests/extension/test_axis_with_a_state.py", "-k", "one_model_a_rank"),
+        "step=step,\n                params=shown.params", ("tests/extend/test_axis_with_a_state.py", "-k", "one_model_a_rank"),
     ),
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-PARITY = "tests/context/test_parity.py"
+PARITY = "tests/strategies/context/test_parity.py"
 FOLDER = "strategies/context"
 
 MUTANTS = [
@@ -51,19 +51,19 @@ MUTANTS = [
     ),
     Mutant(
         "weights of whole rows", f"{FOLDER}/weights.py", "weight and weight == rows_of(batch)", "False",
-        ("tests/context/test_mistakes.py", "-k", "in_a_step"),
+        ("tests/strategies/context/test_mistakes.py", "-k", "in_a_step"),
     ),
     Mutant(
         "evaluation of whole rows on every rank", "loop/evaluating.py", "= train_step.as_loss(metric_fn)", "= metric_fn",
-        ("tests/context/test_mistakes.py", "-k", "metric"),
+        ("tests/strategies/context/test_mistakes.py", "-k", "metric"),
     ),
     Mutant(
         "packed rows whose sequences see each other", f"{FOLDER}/huggingface.py",
         "visible = visible & (sequences[rows, queries] == sequences[rows, at])", "pass",
-        ("tests/context/test_transformers.py", "-k", "packed"),
+        ("tests/strategies/context/test_transformers.py", "-k", "packed"),
     ),
     Mutant(
         "padding that tokens see", f"{FOLDER}/huggingface.py", "visible = visible & attention_mask[rows, at]", "pass",
-        ("tests/context/test_transformers.py", "-k", "right"),
+        ("tests/strategies/context/test_transformers.py", "-k", "right"),
     ),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 COMPILED = "tests/parity/test_compiled.py"
 MATRIX = "tests/parity/test_matrix.py"
-ENGINES = "tests/engines/test_engines.py"
+ENGINES = "tests/strategies/test_engines.py"
 
 
 MUTANTS = [
@@ -23,48 +23,48 @@ MUTANTS = [
     Mutant(
         "a chain applies its last transform first", "step/chain.py",
         "for member in self.members:", "for member in reversed(self.members):",
-        ("tests/transforms/test_without_step.py", "-k", "left_to_right"),
+        ("tests/step/test_without_step.py", "-k", "left_to_right"),
     ),
     Mutant(
         "ranks that train on different batches", "engine/same_position.py",
         "self._differ = squares", "self._differ = False and squares",
-        ("tests/robust/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-eager"),
+        ("tests/engine/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-eager"),
     ),
     Mutant(
         "positions whose mean is one of them", "engine/same_position.py",
         "self._differ = squares * self._group.size() != total * total",
         "self._differ = total != self._group.size() * int(self.codes[0])",
-        ("tests/robust/test_skipped_batch.py", "-k", "mean_is_one"),
+        ("tests/engine/test_skipped_batch.py", "-k", "mean_is_one"),
     ),
     Mutant(
         "positions of captured steps not compared", "program/captured_step.py",
         "self._totals.hear(None if step.group is None else out.answers)", "pass",
-        ("tests/robust/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-captured"),
+        ("tests/engine/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-captured"),
     ),
     Mutant(
         "a rank of fillers whose zeros have no shape", "engine/combine.py",
         "torch.zeros(shape) if shape and not isinstance(value, torch.Tensor) else value", "value",
-        ("tests/engines/test_shaped_aux.py", "-k", "without_rows"),
+        ("tests/engine/test_shaped_aux.py", "-k", "without_rows"),
     ),
     Mutant(
         "totals of another shape broadcast", "engine/combine.py",
         "if shapes != self._shapes[index]:", "if False:",
-        ("tests/engines/test_shaped_aux.py", "-k", "raise_by_name and calls"),
+        ("tests/engine/test_shaped_aux.py", "-k", "raise_by_name and calls"),
     ),
     Mutant(
         "sums of several dimensions cut in a wrong order", "engine/combine.py",
         "[part.view(shape) for part", "[part.flip(0).view(shape) for part",
-        ("tests/engines/test_shaped_aux.py", "-k", "aux_of_any_shape and ddp"),
+        ("tests/engine/test_shaped_aux.py", "-k", "aux_of_any_shape and ddp"),
     ),
     Mutant(
         "ranks whose schedules are objects with other values", "step/callables.py",
         'yield from _items(getattr(fn, "__dict__", {}), seen)', "pass",
-        ("tests/robust/test_plan_texts.py", "-k", "rates_of_a_group and object"),
+        ("tests/program/test_plan_texts.py", "-k", "rates_of_a_group and object"),
     ),
     Mutant(
         "ranks whose schedules are partials with other values", "step/callables.py",
         "yield from _items(fn.keywords, seen)", "pass",
-        ("tests/robust/test_plan_texts.py", "-k", "rates_of_a_group and partial"),
+        ("tests/program/test_plan_texts.py", "-k", "rates_of_a_group and partial"),
     ),
     Mutant(
         "matrices orthogonalised by shards", "optim/foreign.py", "if not (self.whole and _sharded(groups)):",
@@ -104,11 +104,11 @@ MUTANTS = [
     ),
     Mutant(
         "a backward that failed goes on", "strategies/fsdp_engine.py", "recover=lambda: reset_shards(host)", "recover=None",
-        ("tests/robust/test_live_state.py", "-k", "backward_that_raises and fsdp"),
+        ("tests/program/test_live_state.py", "-k", "backward_that_raises and fsdp"),
     ),
     Mutant(
         "autocast stays on", "program/update_guard.py", "restore_autocast(self.kind, self.autocast)", "pass",
-        ("tests/robust/test_live_state.py", "-k", "autocast"),
+        ("tests/program/test_live_state.py", "-k", "autocast"),
     ),
     Mutant(
         "captured hooks count from one", "program/step_graph.py", "updates=given.number - 1", "updates=given.number",
@@ -154,11 +154,11 @@ MUTANTS = [
     ),
     Mutant(
         "a rank stops by itself", "engine/stop_request.py", "self.agree(bool(count > 0))", "self.agree(self._asked)",
-        ("tests/test_preemption.py", "-k", "one_rank_is_told and plain and 0-ddp"),
+        ("tests/loop/test_preemption.py", "-k", "one_rank_is_told and plain and 0-ddp"),
     ),
     Mutant(
         "stopping forgets to save", "loop/autosave.py", "            self.save(self.last)\n            if self.plan.signals",
-        "            if self.plan.signals", ("tests/test_preemption.py", "-k", "complete or last_step"),
+        "            if self.plan.signals", ("tests/loop/test_preemption.py", "-k", "complete or last_step"),
     ),
     Mutant(
         "a run begins anew over damage", "checkpoint/resuming.py", "        _go_on(failed", "        return state\n        _go_on(failed",
@@ -166,29 +166,29 @@ MUTANTS = [
     ),
     Mutant(
         "a donated state stays usable", "state.py", "    if state._trees is _DONATED:\n        return",
-        "    return", ("tests/test_program.py", "-k", "donated"),
+        "    return", ("tests/program/test_program.py", "-k", "donated"),
     ),
     Mutant(
         "a live state that dies before the checks", "program/adopted.py", "    pairs = _matched(first, state)\n",
-        "    begin()\n    pairs = _matched(first, state)\n", ("tests/robust/test_refused_adopts.py", "-k", "transforms"),
+        "    begin()\n    pairs = _matched(first, state)\n", ("tests/program/test_refused_adopts.py", "-k", "transforms"),
     ),
     Mutant(
         "half a step is adopted", "program/adopted.py", "    _check_counts(state)\n", "",
-        ("tests/robust/test_refused_adopts.py", "-k", "whole_number"),
+        ("tests/program/test_refused_adopts.py", "-k", "whole_number"),
     ),
     Mutant(
         "given parameters that a unit ignores", "strategies/fsdp_engine.py", "    _guard(built)\n", "",
-        ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-halved"),
+        ("tests/strategies/test_given_parameters.py", "-k", "right_or_refused and fsdp-halved"),
     ),
     Mutant(
         "given parameters that a method ignores", "strategies/_torch.py",
         "    state._pre_forward = _ShardGuard(slots, refuse, state._pre_forward)\n", "",
-        ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-in_a_method"),
+        ("tests/strategies/test_given_parameters.py", "-k", "right_or_refused and fsdp-in_a_method"),
     ),
     Mutant(
         "a block recomputed with other parameters", "transforms/rematerialisation.py",
         "            run = _twice_alike(run, module)\n", "            pass\n",
-        ("tests/robust/test_given_parameters.py", "-k", "recomputed_block_with and local"),
+        ("tests/strategies/test_given_parameters.py", "-k", "recomputed_block_with and local"),
     ),
     Mutant(
         "an expression that renames nothing", "checkpoint/choosing.py", "    if unused:\n", "    if False:\n",
@@ -196,11 +196,11 @@ MUTANTS = [
     ),
     Mutant(
         "a held tree stays usable", "state.py", "        _kill(value)\n", "        pass\n",
-        ("tests/robust/test_held_trees.py", "-k", "average_over_held"),
+        ("tests/program/test_held_trees.py", "-k", "average_over_held"),
     ),
     Mutant(
         "a nested tree stays usable", "state.py", "            if isinstance(entry, dict):\n                _kill",
-        "            if False:\n                _kill", ("tests/robust/test_held_trees.py", "-k", "nested"),
+        "            if False:\n                _kill", ("tests/program/test_held_trees.py", "-k", "nested"),
     ),
     Mutant(
         "ema forgets to move", "transforms/averaging.py", "shards, 1.0 - self.decay)", "shards, 0.0)",
@@ -289,28 +289,28 @@ MUTANTS = [
     Mutant(
         "deepspeed is not told the weight", "strategies/deepspeed/update.py",
         "optimizer.loss_scale = 1.0 / factor if factor else math.inf", "optimizer.loss_scale = 1.0",
-        ("tests/deepspeed/test_parity.py", "-k", "zero2-fp32-acc3-clip-1"),
+        ("tests/strategies/deepspeed/test_parity.py", "-k", "zero2-fp32-acc3-clip-1"),
     ),
     Mutant(
         "deepspeed's fp32 values stay rounded", "strategies/deepspeed/runtime.py", "parts.write(named[name], value)", "pass",
-        ("tests/deepspeed/test_state.py", "-k", "half and 2"),
+        ("tests/strategies/deepspeed/test_state.py", "-k", "half and 2"),
     ),
     Mutant(
         "what a failed step left is added up", "strategies/deepspeed/runtime.py", "        optimizer.zero_grad()\n", "",
-        ("tests/deepspeed/test_features.py", "-k", "fails and 3"),
+        ("tests/strategies/deepspeed/test_features.py", "-k", "fails and 3"),
     ),
     Mutant(
         "what is restored is not given back to the runtime", "program/state_owner.py", "                    target.copy_(value)",
-        "                    pass", ("tests/deepspeed/test_state.py", "-k", "half and 1"),
+        "                    pass", ("tests/strategies/deepspeed/test_state.py", "-k", "half and 1"),
     ),
     Mutant(
         "the forward keeps its old partition", "strategies/deepspeed/parts.py", "shard.data.copy_(piece)", "pass",
-        ("tests/deepspeed/test_state.py", "-k", "goes_back and persistence"),
+        ("tests/strategies/deepspeed/test_state.py", "-k", "goes_back and persistence"),
     ),
     Mutant(
         "an engine inherits the group of another", "strategies/deepspeed/comm.py",
         "    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None\n", "",
-        ("tests/deepspeed/test_features.py", "-k", "copy or offloaded"),
+        ("tests/strategies/deepspeed/test_features.py", "-k", "copy or offloaded"),
     ),
     Mutant(
         "gradients of an interrupted step stay", "engine/engine.py", "        self.clear()\n        for restore", "        for restore",
@@ -339,27 +339,27 @@ MUTANTS = [
     ),
     Mutant(
         "a weight of zero is an update", "step/loss.py", "    return not 0 < weight < math.inf", "    return False",
-        ("tests/robust/test_weights.py", "-k", "weight_of_zero"),
+        ("tests/engine/test_weights.py", "-k", "weight_of_zero"),
     ),
     Mutant(
         "losses of two kinds are added up", "engine/totals.py", "self._weighted is not parts.weighted", "False",
-        ("tests/robust/test_weights.py", "-k", "micro_batches_raise"),
+        ("tests/engine/test_weights.py", "-k", "micro_batches_raise"),
     ),
     Mutant(
         "averages are saved for parameters", "state.py", "if lease is not None and lease.averaged:", "if False:",
-        ("tests/robust/test_live_state.py", "-k", "TestAverages"),
+        ("tests/program/test_live_state.py", "-k", "TestAverages"),
     ),
     Mutant(
         "shards draw the same noise", "engine/user_draws.py", "        if not sharded:", "        if True:",
-        ("tests/robust/test_draws.py", "-k", "3-fsdp"),
+        ("tests/engine/test_user_draws.py", "-k", "3-fsdp"),
     ),
     Mutant(
         "a replaced parameter is not noticed", "models/trained_modules.py", "        owner.suspicious = True", "        pass",
-        ("tests/robust/test_live_state.py", "-k", "was_replaced_raises"),
+        ("tests/program/test_live_state.py", "-k", "was_replaced_raises"),
     ),
     Mutant(
         "an exchange is not undone", "engine/exchange.py", "            self._kept.pop()", "            self._kept.clear()",
-        ("tests/robust/test_live_state.py", "-k", "TestAverages"),
+        ("tests/program/test_live_state.py", "-k", "TestAverages"),
     ),
     Mutant(
         "a rank leaves without a word", "world/watcher.py",
@@ -367,7 +367,7 @@ MUTANTS = [
     ),
     Mutant(
         "waiting ranks do not compare their calls", "world/stalls.py", "if number is not None:", "if False:",
-        ("tests/test_faults.py", "-k", "first_call_that_differs"),
+        ("tests/world/test_faults.py", "-k", "first_call_that_differs"),
     ),
     Mutant(
         "the store listens on all interfaces", "world/joining.py", "elif ranks.machines == 1 and is_loopback(address):",
@@ -392,11 +392,11 @@ MUTANTS = [
     ),
     Mutant(
         "experts that all lie on the first ranks", "strategies/shard_dims.py", "if experts or (", "if (",
-        ("tests/engines/test_shard_dims.py", "-k", "experts_leave"),
+        ("tests/strategies/test_shard_dims.py", "-k", "experts_leave"),
     ),
     Mutant(
         "captured gradients in the order of other rows", "strategies/whole_leaves.py", "return value.movedim(self.dim, 0) if self.dim else value", "return value",
-        ("tests/engines/test_shard_dims.py", "-k", "raw_loop and True-Net and fsdp-"),
+        ("tests/strategies/test_shard_dims.py", "-k", "raw_loop and True-Net and fsdp-"),
     ),
     Mutant(
         "second moments rounded to 0", "optim/quantized.py", "return _values(256, linear=64, decades=11).float()",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-PARAMS = "tests/functional/test_params.py"
-ROWS = "tests/functional/test_per_example.py"
-PRIVACY = "tests/functional/test_privacy.py"
-GRADIENT = "tests/functional/test_gradient.py"
-SECOND = "tests/transforms/test_second_gradient.py"
-PROGRAMS = "tests/functional/test_programs.py"
+PARAMS = "tests/models/test_parameter_values.py"
+ROWS = "tests/transforms/test_per_example.py"
+PRIVACY = "tests/loop/test_privacy.py"
+GRADIENT = "tests/program/test_gradient.py"
+SECOND = "tests/program/test_second_gradient.py"
+PROGRAMS = "tests/parity/test_programs.py"
 WHOLE = "strategies/whole_leaves.py"
 
 MUTANTS = [

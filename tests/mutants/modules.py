@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 TRAPS = "tests/parity/test_traps.py"
-INFO = "tests/transforms/test_loss_info.py"
-DIMS = "tests/engines/test_shard_dims.py"
-LAYOUT = "tests/robust/test_layout_shown.py"
-MODES = "tests/robust/test_modes.py"
+INFO = "tests/step/test_loss_info.py"
+DIMS = "tests/strategies/test_shard_dims.py"
+LAYOUT = "tests/program/test_layout_shown.py"
+MODES = "tests/models/test_modes.py"
 NORMS = "tests/transforms/test_batch_statistics.py"
 
 MUTANTS = [
@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         "a parameter that takes a gradient later is not noticed", "models/trained_modules.py",
         "if frozen and self._frozen and any(map(_takes_gradient, self._frozen)):", "if False:",
-        ("tests/robust/test_hooks.py", "-k", "after_init and local"),
+        ("tests/models/test_gradient_hooks.py", "-k", "after_init and local"),
     ),
     Mutant(
         "averages in the dtype of the parameters", "program/instance.py",
@@ -72,27 +72,27 @@ MUTANTS = [
     ),
     Mutant(
         "a mean for a total is not noticed", "program/doubled_row.py", "stays = not mean.of_mean and _close(total_2, total)",
-        "stays = False", ("tests/robust/test_doubled_row.py", "-k", "given_as_a_total and local and L2"),
+        "stays = False", ("tests/program/test_doubled_row.py", "-k", "given_as_a_total and local and L2"),
     ),
     Mutant(
         "the check of totals moves a queue", "program/doubled_row.py", "            instance.moving_buffers.put_back()",
-        "            pass", ("tests/robust/test_doubled_row.py", "-k", "queue and local"),
+        "            pass", ("tests/program/test_doubled_row.py", "-k", "queue and local"),
     ),
     Mutant(
         "what is lent stays gathered after the check of totals", "program/doubled_row.py",
-        "stack.enter_context(lent.frozen())", "pass", ("tests/engines/test_engines.py", "-k", "gan"),
+        "stack.enter_context(lent.frozen())", "pass", ("tests/strategies/test_engines.py", "-k", "gan"),
     ),
     Mutant(
         "a second gradient moves buffers", "program/put_back.py", "slot[name] = buffer.copy_(before)", "pass",
-        ("tests/transforms/test_second_gradient.py", "-k", "no_trace and local"),
+        ("tests/program/test_second_gradient.py", "-k", "no_trace and local"),
     ),
     Mutant(
         "random numbers by the order of passes", "engine/passes.py", "self._inputs.seed(index)",
-        "self._inputs.seed(self._open)", ("tests/engines/test_order_of_passes.py", "-k", "same_bits and local-1"),
+        "self._inputs.seed(self._open)", ("tests/engine/test_order_of_passes.py", "-k", "same_bits and local-1"),
     ),
     Mutant(
         "a second gradient in the memory of the first", "program/second_gradient.py", "_torch.foreach_copy_(ours, kept)", "pass",
-        ("tests/transforms/test_second_gradient.py", "-k", "no_trace and ddp"),
+        ("tests/program/test_second_gradient.py", "-k", "no_trace and ddp"),
     ),
     Mutant(
         "gradients taken in a layout that is not the parameter's", "engine/gradients.py",
@@ -110,11 +110,11 @@ MUTANTS = [
     ),
     Mutant(
         "a loop that is left by break saves nothing", "loop/leaving.py", "if loop_ends(inspect.currentframe()):",
-        "if False:", ("tests/robust/test_left_loops.py", "-k", "by_break-plain"),
+        "if False:", ("tests/loop/test_left_loops.py", "-k", "by_break-plain"),
     ),
     Mutant(
         "ddp updates by gradients that were not averaged", "strategies/ddp.py", "        wrapped.check_reduced()\n", "        pass\n",
-        ("tests/engines/test_engines.py", "-k", "before_the_update"),
+        ("tests/strategies/test_engines.py", "-k", "before_the_update"),
     ),
     Mutant(
         "a key that knows the rank", "engine/passes.py", "        return UpdateFacts(\n            self.root,",
@@ -140,7 +140,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys are folded in the sequence of the numbers", "random.py", "return Key(_mixed((self.bits ^ _FOLDS) + counter))",
-        "return Key(_mixed(self.bits + counter))", ("tests/test_random.py", "-k", "no_number_of_its_parent"),
+        "return Key(_mixed(self.bits + counter))", ("tests/promises/test_random.py", "-k", "no_number_of_its_parent"),
     ),
     Mutant(
         "a snapshot shares the tensors of the user's classes", "program/train_step.py", "        tree.learn_records(extras)\n", "",
@@ -164,7 +164,7 @@ MUTANTS = [
     ),
     Mutant(
         "dimensions of a Conv1D as those of a Linear", "strategies/tensor/record.py", "if style == layer.features[0]:",
-        "if style == 0:", ("tests/axes/test_tensor.py", "-k", "own_weight"),
+        "if style == 0:", ("tests/strategies/tensor/test_parity.py", "-k", "own_weight"),
     ),
     Mutant(
         "a position is taken up in another order", "data/source_facts.py",

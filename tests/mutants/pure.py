@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-PURE = "tests/functional/test_pure.py"
+PURE = "tests/program/test_pure.py"
 UPDATE, VALUES, RULES = "program/pure.py", "program/pure_values.py", "optim/pure_rules.py"
 
 MUTANTS = [

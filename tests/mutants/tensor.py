@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-TENSOR = "tests/axes/test_tensor.py"
-ERRORS = "tests/axes/test_tensor_errors.py"
-PROBE = "tests/axes/test_probe.py"
-OPTIONS = "tests/axes/test_tensor_options.py"
+TENSOR = "tests/strategies/tensor/test_parity.py"
+ERRORS = "tests/strategies/tensor/test_errors.py"
+PROBE = "tests/program/test_probe.py"
+OPTIONS = "tests/strategies/tensor/test_options.py"
 
 MUTANTS = [
     Mutant(

@@ -57,7 +57,7 @@ def outcome(mutant: Mutant, where: Path) -> tuple[int | None, str]:
         shutil.copytree(ROOT / part, where / part, ignore=shutil.ignore_patterns("mutants"))
     shutil.copy(ROOT / "pyproject.toml", where)
     (where / "docs").mkdir()
-    shutil.copy(ROOT / "docs" / "extending.md", where / "docs")  # tests/extension runs its code
+    shutil.copy(ROOT / "docs" / "extending.md", where / "docs")  # tests/extend runs its code
     path = where / "fnaccel" / mutant.file
     text = path.read_text()
     assert text.count(mutant.old) == 1, (

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from fnaccel.testing import RankPools
-from tests.deepspeed.training import run_offloaded, run_with
+from tests.strategies.deepspeed.training import run_offloaded, run_with
 
 PLACES = [
     {"offload_optimizer": "nvme"},

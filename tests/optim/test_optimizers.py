@@ -8,7 +8,7 @@ import torch
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
-from tests.models import Net, batch_of, loss_fn, program, whole_params
+from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ from fnaccel.optim import chain_kernel, kernels
 from fnaccel.optim.fused import BoundFused
 from fnaccel.optim.operations import FAST, PURE
 from fnaccel.testing import assert_close, count_collectives
-from tests.models import Net, batch_of, loss_fn, program, whole, whole_params
 from tests.optim import chains
 from tests.optim.chains import CHAINS, LAMB, SETS, SHAPES, Hand, parts, run, unfused
 from tests.parity import traps
+from tests.tiny_models import Net, batch_of, loss_fn, program, whole, whole_params
 
 RECORD = json.loads((Path(__file__).parent / "optax_record.json").read_text())
 

@@ -145,7 +145,7 @@ def test_a_torch_scheduler_becomes_a_pure_function():
 
 
 def test_a_schedule_that_needs_the_host_is_shown_in_the_plan():
-    from tests.models import loss_fn, program
+    from tests.tiny_models import loss_fn, program
 
     with fa.start():
         step = fa.skip_nonfinite(loss_fn)

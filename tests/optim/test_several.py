@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
-from tests.models import Net, batch_of, loss_fn, program, whole_params
 from tests.optim.test_optimizers import Anchored
+from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
 RATE = fa.schedules.linear(0.05, end=0.0, total=10)
 

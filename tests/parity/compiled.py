@@ -10,8 +10,8 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.world.world import current
-from tests.models import Block, Net, batch_of, loss_fn
 from tests.parity.rows import whole
+from tests.tiny_models import Block, Net, batch_of, loss_fn
 
 STEPS = 4
 ROWS = (7, 5)

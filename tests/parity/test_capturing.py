@@ -10,7 +10,7 @@ import torch
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.strategies.ddp_buckets import MIB, bucket_bytes, lay_out
-from tests.models import Net, batch_of, loss_fn, program, whole_params
+from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
 
 @pytest.fixture(autouse=True)

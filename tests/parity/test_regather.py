@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 import fnaccel as fa
 from fnaccel.strategies import fsdp_captured, fsdp_regather
 from fnaccel.world.world import current
-from tests.models import Block, batch_of, loss_fn, whole_params
+from tests.tiny_models import Block, batch_of, loss_fn, whole_params
 
 STEPS = 3
 ROWS, WIDTH = 5, 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fnaccel as fa
-from tests.models import program
+from tests.tiny_models import program
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fnaccel.seeing import throughput as seen
 from fnaccel.seeing.memory import live_storages
 from fnaccel.seeing.throughput import Meter, Throughput
 from fnaccel.world.progress_marks import enter
-from tests.models import batch_of, loss_fn, program
+from tests.tiny_models import batch_of, loss_fn, program
 
 
 def _shards(rows=24, **options):

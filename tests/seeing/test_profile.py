@@ -15,7 +15,7 @@ from fnaccel.cli import trace
 from fnaccel.errors import ArgumentError, UnknownNameError
 from fnaccel.seeing.timeline import summarize
 from fnaccel.world.progress_marks import NOW, listening
-from tests.models import batch_of, program
+from tests.tiny_models import batch_of, program
 
 
 class Slow(Dataset):

@@ -7,7 +7,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel.world.progress_marks import NOW, PHASES, listening
-from tests.models import batch_of, loss_fn, program
+from tests.tiny_models import batch_of, loss_fn, program
 
 
 def _loader():

@@ -17,7 +17,7 @@ from fnaccel.errors import ArgumentError
 from fnaccel.seeing.line_chart import Line, line_chart, number
 from fnaccel.seeing.runs import read_run
 from fnaccel.track import JsonlTracker
-from tests.models import batch_of, loss_fn, program
+from tests.tiny_models import batch_of, loss_fn, program
 
 VOID = {"meta", "br", "img"}
 

@@ -23,10 +23,10 @@ from tests.surface.tenants import (
 
 ROOT = Path(__file__).parents[2]
 CORE = [
-    "tests/test_program.py", "tests/test_running.py", "tests/test_tree.py", "tests/test_world_ranks.py",
-    "tests/test_preemption.py", "tests/collectives", "tests/engines/test_order_of_passes.py", "tests/extension",
-    "tests/transforms/test_second_gradient.py", "tests/checkpoint/test_restore.py", "tests/checkpoint/test_resume.py",
-    "tests/checkpoint/test_background.py", "tests/robust/test_scan.py",
+    "tests/program/test_program.py", "tests/loop/test_running.py", "tests/tree/test_tree.py", "tests/world/test_world_ranks.py",
+    "tests/loop/test_preemption.py", "tests/collectives", "tests/engine/test_order_of_passes.py", "tests/extend",
+    "tests/program/test_second_gradient.py", "tests/checkpoint/test_restore.py", "tests/checkpoint/test_resume.py",
+    "tests/checkpoint/test_background.py", "tests/loop/test_saves.py",
 ]  # fmt: skip
 """Files of tests that use little beside the core."""
 

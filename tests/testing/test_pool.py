@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fnaccel.errors import ArgumentError, LaunchError, WorldError
 from fnaccel.testing import RankPool, RankPools
 from fnaccel.world import world
-from tests.models import program, whole_params
+from tests.tiny_models import program, whole_params
 
 
 def who(greeting, *, mark):

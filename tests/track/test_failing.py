@@ -10,7 +10,7 @@ import pytest
 
 import fnaccel as fa
 from fnaccel.track import JsonlTracker, TensorBoardTracker, WandbTracker, read_jsonl
-from tests.models import batch_of, program
+from tests.tiny_models import batch_of, program
 from tests.track import full_disk
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import fnaccel as fa
 from fnaccel.track import JsonlTracker, TensorBoardTracker, read_jsonl
-from tests.models import batch_of, program
+from tests.tiny_models import batch_of, program
 
 
 class Named:

@@ -14,7 +14,7 @@ from fnaccel.errors import ArgumentError, UnknownNameError
 from fnaccel.track import log as log_module
 from fnaccel.track import read_jsonl
 from fnaccel.track.fetcher import Fetcher
-from tests.models import program
+from tests.tiny_models import program
 from tests.track.test_failing import shards
 from tests.track.test_scan import Kept
 

@@ -8,7 +8,7 @@ import torch
 import fnaccel as fa
 from fnaccel.errors import ArgumentError
 from fnaccel.extend import Optimizer
-from tests.models import Net, batch_of, loss_fn, program, whole_params
+from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
 
 def difference(grads, own, info):

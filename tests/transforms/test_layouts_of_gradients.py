@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fnaccel as fa
-from tests.axes.models import GPT, PLAN, loss_fn, rows_of
-from tests.models import whole_params
+from tests.strategies.tensor.models import GPT, PLAN, loss_fn, rows_of
+from tests.tiny_models import whole_params
 
 
 def centralise(grads, own, info):

@@ -8,7 +8,7 @@ import torch
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.world.world import current
-from tests.models import batch_of, loss_fn, program, whole_params
+from tests.tiny_models import batch_of, loss_fn, program, whole_params
 
 BAD = 3  # the step whose gradients are not finite
 

@@ -7,7 +7,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel import errors
-from tests.models import Net, batch_of, loss_fn
+from tests.tiny_models import Net, batch_of, loss_fn
 
 NAMES = ("norm", "sum", "peak", "weight_norm")
 

@@ -6,7 +6,7 @@ import pytest
 
 import fnaccel as fa
 from fnaccel.engine.combine import REPORTED
-from tests.models import batch_of, loss_fn, program
+from tests.tiny_models import batch_of, loss_fn, program
 
 
 def recording(name, phase):

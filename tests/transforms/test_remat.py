@@ -12,7 +12,7 @@ from fnaccel import errors
 from fnaccel.testing import assert_close
 from fnaccel.world.world import current
 from tests import models
-from tests.models import whole_params
+from tests.tiny_models import whole_params
 from tests.transforms.attending import FLASH, Attend, Model, Seen, loss_fn
 
 

@@ -11,7 +11,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel.errors import ArgumentError, LossError
-from tests.models import batch_of, loss_fn, program, whole_params
+from tests.tiny_models import batch_of, loss_fn, program, whole_params
 
 FACTORS = [*[1.0] * 6, 1000.0, 1.0, math.nan, 1.0]
 SPIKES = [0.0] * 6 + [1.0, 0.0, 1.0, 0.0]

@@ -8,7 +8,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-from tests.models import Net, batch_of, loss_fn, program, whole_params
+from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,0 @@
-"""Axes that cut the model or its activations."""

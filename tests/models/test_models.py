@@ -1,0 +1,176 @@
+"""Models that are built in unusual ways: shared, lazy, or with buffers that appear while they run."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fnaccel as fa
+import fnaccel.track
+from fnaccel import errors
+from tests.tiny_models import Net, batch_of, loss_fn, program
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fa.start(device="cpu") as started:
+        yield started
+
+
+class Head(nn.Module):
+    """A layer of its own behind an encoder that others may hold too."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.out(self.encoder(x))
+
+
+class TestSharedModules:
+    @pytest.mark.parametrize("strategy", ["local", "ddp(hook='bf16')"])
+    @pytest.mark.parametrize("options", [{}, {"frozen": "encoder.*"}, {"no optimizer": True}])
+    @pytest.mark.parametrize("first_is_plain", [True, False])
+    def test_a_part_that_is_trained_belongs_to_one_train_step(self, strategy, options, first_is_plain):
+        """Frozen by one of the two, or while one is lent, the encoder was trained by neither, in silence."""
+        encoder = nn.Linear(3, 6)
+
+        def made(options):
+            options = dict(options)
+            optimizer = None if options.pop("no optimizer", False) else fa.sgd(0.1)
+            model = fa.distribute(Head(encoder), strategy)
+            return fa.train_step(loss_fn, model=model, optimizer=optimizer, **options)
+
+        pair = [made({}), made(options)] if first_is_plain else [made(options), made({})]
+        first = pair[0].init()
+        with pytest.raises(
+            errors.OwnershipError, match=r"encoder\.weight, encoder\.bias is a parameter of a"
+        ):
+            pair[1].init()
+        if first_is_plain:
+            before = encoder.weight.detach().clone()
+            pair[0](first, batch_of(4))
+            assert not torch.equal(before, encoder.weight)
+        pair[0].close()
+        pair[1].init()
+
+    def test_a_frozen_part_may_be_shared(self):
+        encoder = nn.Linear(3, 6).requires_grad_(False)
+        steps = [program(model=Head(encoder)) for _ in range(2)]
+        states = [step.init() for step in steps]
+        for step, state in zip(steps, states, strict=True):
+            before = step.look(state, lambda model: model.out.weight.clone())
+            state, _ = step(state, batch_of(4))
+            assert not torch.equal(before, state.params["out.weight"])
+
+    def test_a_train_step_that_is_gone_shares_nothing(self):
+        encoder = nn.Linear(3, 6)
+        program(model=Head(encoder)).init()
+        gc.collect()
+        step = program(model=Head(encoder))
+        step(step.init(), batch_of(4))
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.LazyLinear(6)
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.inp(x)))
+
+
+class TestLazyModules:
+    @pytest.mark.parametrize("strategy", ["local", "ddp", "fsdp", "fsdp(init='meta')"])
+    def test_one_that_has_not_run_is_named(self, strategy):
+        with pytest.raises(errors.ArgumentError, match=r"Lazy is lazy, and has not run: inp\.weight, inp"):
+            program(model=Lazy, strategy=strategy).init()
+
+    @pytest.mark.parametrize("strategy", ["local", "ddp", "fsdp"])
+    def test_one_that_ran_in_its_factory_is_trained(self, strategy):
+        def make():
+            model = Lazy()
+            model(batch_of(1)[0])
+            return model
+
+        step = program(model=make, strategy=strategy)
+        state, _ = step(step.init(), batch_of(4))
+        assert state.params["inp.weight"].shape == (6, 3)
+        step.close()
+
+
+class Late(Net):
+    """Its first forward makes a buffer."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how == "none before":
+            self.register_buffer("center", None)
+        if how == "not saved, none before":
+            self.register_buffer("center", None, persistent=False)
+
+    def forward(self, x):
+        if getattr(self, "center", None) is None:
+            if "none before" in self.how:
+                self.center = x.detach().mean(0)
+            else:
+                self.register_buffer("center", x.detach().mean(0), persistent=self.how == "registered")
+        return super().forward(x - self.center)
+
+
+class TestBuffersThatAppear:
+    @pytest.mark.parametrize("strategy", ["local", "ddp", "fsdp"])
+    @pytest.mark.parametrize("how", ["none before", "registered"])
+    @pytest.mark.parametrize("use", ["step", "save", "snapshot"])
+    def test_one_that_the_state_lacks_is_named(self, how, use, strategy, tmp_path):
+        step = program(model=lambda: Late(how), strategy=strategy)
+        state, _ = step(step.init(), batch_of(4))
+        uses = {
+            "step": lambda: step(state, batch_of(4)),
+            "save": lambda: fa.save(tmp_path, state),
+            "snapshot": lambda: fa.snapshot(state),
+        }
+        with pytest.raises(errors.ReplacedParameterError, match="the buffer center was added"):
+            uses[use]()
+        step.close()
+
+    @pytest.mark.parametrize("how", ["not saved", "not saved, none before"])
+    def test_one_that_need_not_be_saved_is_left_alone(self, how, tmp_path):
+        step = program(model=lambda: Late(how))
+        state, _ = step(step.init(), batch_of(4))
+        state, _ = step(state, batch_of(4))
+        fa.save(tmp_path, state)
+
+
+class TestWrongArguments:
+    @pytest.mark.parametrize(
+        ("use", "said"),
+        [
+            (lambda step, state, data: fa.scan(step, None, data), "this is NoneType, not the state"),
+            (lambda step, state, data: fa.scan(step, step(state, batch_of(4)), data), "this is tuple"),
+            (lambda step, state, data: step.adopt(None), "this is NoneType, not the state"),
+            (lambda step, state, data: step.adopt(state.params), "this is ReadOnlyDict, not the state"),
+            (lambda step, state, data: fa.evaluate(step, None, loss_fn, data, ema=True), "this is NoneType"),
+            (lambda step, state, data: step.averaged(state).__enter__(), "no averaged parameters"),
+            (lambda step, state, data: step(state, batch_of(4), given=[state]), "given is list, not a dict"),
+            (lambda step, state, data: fa.scan(step, state, data, track=3), "int is no tracker"),
+            (lambda step, state, data: fa.scan(step, state, data, track=[print]), "is no tracker"),
+            (
+                lambda step, state, data: fa.scan(step, state, data, track=[fa.track.JsonlTracker]),
+                "the class JsonlTracker is no tracker",
+            ),
+        ],
+    )
+    def test_what_is_wrong_is_named_at_the_call(self, use, said):
+        step = program()
+        data = fa.shard(DataLoader(TensorDataset(*batch_of(8)), batch_size=4))
+        with pytest.raises(errors.ArgumentError, match=said):
+            use(step, step.init(), data)
