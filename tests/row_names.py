@@ -49,7 +49,7 @@ def _short(value: Any, depth: int) -> str:
         code = value.__code__
         numbers = [str(entry) for entry in code.co_consts if isinstance(entry, (str, int, float))]
         return " ".join((*code.co_names, *numbers)) or f"of {' '.join(code.co_varnames)}"
-    if attrs.has(type(value)):
+    if attrs.has(type(value)) and type(value).__str__ is object.__str__:
         return f"{type(value).__name__}({_options(value, depth)})"
     return getattr(value, "__name__", None) or re.sub(r" at 0x[0-9a-f]+", "", str(value))
 

@@ -40,6 +40,9 @@ RUNS_PER_GROUP = 64
 
 _STOP = b"stop"
 _GRACE = 5.0  # seconds that ranks get to answer once another one has failed
+_STACKS = getattr(
+    signal, "SIGRTMAX", signal.SIGUSR1
+)  # asks for stacks. A loop that saves takes SIGUSR1 for itself
 
 
 @attrs.frozen
@@ -230,7 +233,7 @@ class RankPool:
         for rank in ranks:
             path = _stack_file(self._folder or Path(), rank)
             with contextlib.suppress(OSError):
-                os.kill(self.pids[rank], signal.SIGUSR1)
+                os.kill(self.pids[rank], _STACKS)
                 end = time.monotonic() + _GRACE
                 while not (text := path.read_text()) and time.monotonic() < end:
                     time.sleep(0.01)
@@ -334,7 +337,7 @@ def _serve(
     torch.set_num_threads(1)
     stacks = _stack_file(folder, rank).open("w")
     faulthandler.enable(stacks)  # of a crash
-    faulthandler.register(signal.SIGUSR1, stacks)  # of a rank that hangs
+    faulthandler.register(_STACKS, stacks)  # of a rank that hangs
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while (order := pipe.recv_bytes()) != _STOP:
             pipe.send_bytes(pickle.dumps(_obey(pickle.loads(order), rank, size, timeout)))

@@ -154,7 +154,7 @@ def test_the_script_may_change_its_directory(tmp_path, monkeypatch):
     (tmp_path / "second").mkdir()
     with start(device="cpu"):
         monkeypatch.chdir(tmp_path / "first")
-        monkeypatch.setattr(durable, "sync", lambda file: (gate.wait(30), real(file)))
+        monkeypatch.setattr(durable, "sync", lambda file: (gate.wait(60), real(file)))
         saving = save_async("relative", {"x": torch.ones(1)}, step=1)
         monkeypatch.chdir(tmp_path / "second")
         gate.set()
@@ -170,7 +170,7 @@ def test_one_at_a_time(tmp_path, monkeypatch):
     order = []
 
     def slow(file):
-        gate.wait(30)
+        gate.wait(60)
         order.append("written")
         return real(file)
 

@@ -351,8 +351,8 @@ def test_a_file_names_a_module(folder, monkeypatch):
 
 
 def test_a_step_that_compiles_already_is_refused(monkeypatch):
-    monkeypatch.setattr("tests.models.compiled_step", fa.compile(loss_fn, "block"), raising=False)
-    monkeypatch.setattr("tests.models.some_batch", batch_of(3), raising=False)
+    monkeypatch.setattr("tests.tiny_models.compiled_step", fa.compile(loss_fn, "block"), raising=False)
+    monkeypatch.setattr("tests.tiny_models.some_batch", batch_of(3), raising=False)
     asked = task(
         loss="tests.tiny_models:compiled_step",
         model="tests.tiny_models:Net",
@@ -420,6 +420,7 @@ def test_the_answer_is_the_failure_that_came_first(tmp_path):
     assert answer_in(tmp_path) == FAILED
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_a_run(folder, capfd):
     assert bench("--steps", "2", "--scopes", "eager,block") == 0
@@ -478,6 +479,7 @@ def test_a_scope_that_fails_is_a_row_on_two_ranks_too(folder, capfd):
     assert out.endswith("recommended: eager, no other scope can be used\n")
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_where_all_fail_eager_s_error_is_shown(folder, capfd):
     assert bench("--scopes", "eager", loss="broken") == 1

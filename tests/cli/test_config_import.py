@@ -76,7 +76,7 @@ def test_a_deepspeed_file_of_another_folder(folder, capsys):
     assert (recipe.strategy, recipe.clip_norm) == ("deepspeed(config='ds.json')", 0.5)
 
 
-@pytest.mark.long_except("fsdp")
+@pytest.mark.long
 @pytest.mark.launcher
 @pytest.mark.parametrize("text", [CPU, SHARDED], ids=["cpu", "fsdp"])
 def test_two_commands_train_an_accelerate_project(folder, text):

@@ -127,6 +127,7 @@ def test_printable():
     assert printable("a\nb", keep="\n") == "a\nb"
 
 
+@pytest.mark.long
 def test_a_reader_that_has_seen_enough(tmp_path):
     import subprocess
     import sys

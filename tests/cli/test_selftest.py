@@ -37,6 +37,7 @@ def test_all_checks_of_two_ranks(capsys):
     assert "saved by 2, restored by 1" in rows["checkpoint"]["detail"]
 
 
+@pytest.mark.long
 def test_a_strategy_that_does_not_fit_fails_alone(capsys, monkeypatch):
     monkeypatch.setattr(training, "check_precision", lambda *_: "")
     code = main(["test", "-n", "2", "--cpu", "--strategies", "ddp(3), ddp", "--verbose"])
@@ -67,6 +68,7 @@ def test_mistakes(words, what, capsys, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_checks_and_the_ranks(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "fnaccel", "test", "-n", "2", "--cpu"],

@@ -56,6 +56,7 @@ def refused(arguments, capsys):
     return code == 2
 
 
+@pytest.mark.long_except(r"^(?!more depth)")
 @pytest.mark.parametrize("kind", VALUES)
 def test_no_value_is_a_traceback(tmp_path, monkeypatch, capsys, kind):
     monkeypatch.chdir(tmp_path)

@@ -121,7 +121,7 @@ def fp32(pools):
     return losses[0]
 
 
-@pytest.mark.long_except("^(?!compile|gpu|tracking)")
+@pytest.mark.long_except(r"^(?!compile|gpu|tracking|context|tensor|fsdp_large)")
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [

@@ -31,6 +31,7 @@ def blocks(page):
         yield found[1], found[2].strip(), found[3], text[: found.start()].count("\n") + 2
 
 
+@pytest.mark.long_except(r"^(?!performance|meta-learning|estimate)")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -58,6 +58,7 @@ def looped(strategy, how, skips, unwrapped=()):
     return error, state.step, kept
 
 
+@pytest.mark.long_except(r"2-ddp|2-fsdp-eager")
 @pytest.mark.parametrize("how", COMPILED)
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (3, "ddp"), (2, "fsdp")])
 def test_a_rank_that_skips_a_batch_raises_on_all(pools, ranks, strategy, how):
@@ -81,6 +82,7 @@ def test_a_rank_that_feeds_data_without_its_position_raises(pools, how):
         assert "rank 1 is at a batch without a position" in error
 
 
+@pytest.mark.long_except(r"nothing")
 @pytest.mark.parametrize("how", COMPILED)
 @pytest.mark.parametrize("unwrapped", [(), (0, 1)])
 def test_ranks_that_agree_go_on(pools, how, unwrapped):

@@ -104,6 +104,7 @@ def test_inference(capsys, folder):
     assert found["inference"]["cache"] == 2 * 5 * 2 * 16 * 100 * 2 * 2
 
 
+@pytest.mark.long
 def test_the_least_time(capsys, folder):
     rates = ("--flops", "1T", "--link", "10GB/s", "--network", "1GB")
     text = estimate(capsys, folder, "-n", 8, "--per-machine", 4, "--strategy", "fsdp", *rates)

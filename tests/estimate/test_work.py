@@ -68,7 +68,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.long_except(r"2-ddp|2-fsdp-.*bf16|4-fsdp\(2\) ")
+@pytest.mark.long_except(r"2-ddp|2-fsdp-.*bf16")
 @pytest.mark.parametrize(("ranks", "strategy", "model", "options"), ROWS, ids=str)
 def test_collectives_of_a_step(pools, ranks, strategy, model, options):
     step = step_of(**options)
@@ -97,6 +97,7 @@ def test_a_plan_counts_the_same(strategy):
     assert (work.counts, work.sizes) == (counts, sizes)
 
 
+@pytest.mark.long_except(r"^{}")
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"accumulate": 4}], ids=str)
 def test_operations_of_blocks_that_are_not_traced(options):
     def run(blocks):

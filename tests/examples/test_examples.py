@@ -115,6 +115,7 @@ def test_distill_with_one_strategy_by_a_flag():
     assert len(re.findall(r"(teacher|student): accuracy 0.[5-9]", out)) == 2
 
 
+@pytest.mark.long_except(r"None")
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_own_transform(ranks):
     out = run("own_transform", ranks=ranks, launch=("--strategy", "fsdp") if ranks else ()).out

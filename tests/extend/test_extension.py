@@ -71,6 +71,7 @@ def agrees(found, wanted):
         assert torch.allclose(params[name], value, atol=1e-5), name
 
 
+@pytest.mark.long_except(r"^(?!hsdp)")
 @pytest.mark.parametrize(("strategy", "ranks"), ROWS, ids=ids)
 def test_an_axis_or_a_runtime_trains_as_the_oracle(pools, strategy, ranks):
     parts = ranks // 2 if "copies" in strategy else ranks
@@ -78,6 +79,7 @@ def test_an_axis_or_a_runtime_trains_as_the_oracle(pools, strategy, ranks):
         agrees(found, expected(parts, lr=0.1))
 
 
+@pytest.mark.long_except(r"^(?!hsdp)")
 @pytest.mark.parametrize(("strategy", "ranks"), ROWS, ids=ids)
 def test_checkpoints_go_both_ways(pools, tmp_path, strategy, ranks):
     _, params, _ = pools.run(ranks, trained, strategy, None, tmp_path / "theirs")[0]
@@ -88,6 +90,7 @@ def test_checkpoints_go_both_ways(pools, tmp_path, strategy, ranks):
         assert fa.tree.allclose(restored, params)
 
 
+@pytest.mark.long_except(r"adamw")
 @pytest.mark.parametrize("make", [
     lambda: fa.adamw(0.05), lambda: fa.optim.from_torch(torch.optim.NAdam, lr=0.05), lambda: fa.optim.adafactor(0.05),
 ], ids=["adamw", "nadam", "adafactor"])  # fmt: skip

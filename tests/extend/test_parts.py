@@ -110,7 +110,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.long_except(r"^(?!fsdp\(1)")
+@pytest.mark.long_except(r"^(?!fsdp\(1|hsdp)")
 @pytest.mark.parametrize(("strategy", "ranks", "options"), ROWS)
 def test_parts_of_a_loss_are_one_loss(pools, strategy, ranks, options):
     """Losses, norms that clip, weights, scores and parameters are those of one process."""
@@ -171,6 +171,7 @@ def rows_returned(compiled):
     return str(training.value), str(scoring.value), sums
 
 
+@pytest.mark.long_except(r"False")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rows_of_which_ranks_have_parts_are_not_put_together(pools, compiled):
     """A rank has some tokens of each row, so `fa.Concat` would return each row twice, cut short."""

@@ -87,6 +87,7 @@ def weights(found):
     return {p.partition("/")[2]: x for p, x in found.items() if p.startswith(("params", "buffers"))}
 
 
+@pytest.mark.long_except(r"True")
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("make_optimizer", [plain, grouped, named], ids=lambda fn: fn.__name__)
 def test_save_state(pools, tmp_path, make_optimizer, safe):

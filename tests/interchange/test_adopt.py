@@ -48,6 +48,7 @@ def into(layout, path, options):
     return found
 
 
+@pytest.mark.long_except(r"local|'fsdp\(\)', 2")
 @pytest.mark.parametrize("layout", RANKS, ids=str)
 def test_any_layout_takes_any_file(pools, tmp_path, layout):
     wanted = net_state()

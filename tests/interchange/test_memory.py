@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import fnaccel as fa
+
+pytestmark = pytest.mark.long
 
 _PROGRAM = """
 import resource, sys

@@ -128,8 +128,8 @@ class Launcher:
 
 
 def gone(pid):
-    """Whether a process has ended, or ends soon."""
-    end = time.monotonic() + 5
+    """Whether a process has ended, or ends soon: before the 100 s that a script sleeps if nobody ends it."""
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]

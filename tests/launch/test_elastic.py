@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from fnaccel.launch.network import free_port
-from tests.launch.conftest import gone
+from tests.launch.conftest import LIMIT, gone
 from tests.launch.test_in_step import attempts
 from tests.launch.test_restarts import TRAIN, WAIT
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.long, pytest.mark.launcher]
 
 QUICK = {
     "fnaccel.launch.elastic.FIRST_CALL": 1.5,
@@ -297,7 +297,7 @@ def test_strangers_on_the_ports_of_a_job(launcher, machine, strangers, kind):
 
 
 def wait_until_open(port):
-    end = time.monotonic() + 30
+    end = time.monotonic() + LIMIT
     while time.monotonic() < end:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
             return

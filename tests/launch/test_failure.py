@@ -152,7 +152,7 @@ def test_the_other_ranks_end_even_where_they_ignore_sigterm(launcher):
     began = time.monotonic()
     ended = launcher("-n", 2, "--timeout-grace", 0.2, launcher.write(STUBBORN))
     assert ended.code == 5
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 90, "it sleeps for 100 s if it is not killed"
     assert all(gone(int(text)) for text in launcher.wait_for("pid0", "pid1"))
 
 
@@ -260,6 +260,7 @@ def test_a_signal_without_a_name_is_described():
     assert "was ended by signal 40" in describe(Failure(rank=0, code=168, when=0.0), Job(script="x.py"))
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_a_rank_that_takes_fewer_steps_is_named(launcher):
     script = launcher.write("""

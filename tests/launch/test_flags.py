@@ -56,6 +56,7 @@ def test_a_contradiction_ends_all_ranks_with_both_values(launcher):
     assert "the launcher says strategy='fsdp', and the script says fa.distribute(..., ddp())" in ended.err
 
 
+@pytest.mark.long
 def test_what_only_a_recipe_has_ends_before_a_step(launcher):
     ended = launcher("-n", 2, "--cpu", "--set", "optimizer.lr=0.5", launcher.write(script()))
     assert (ended.code, ended.out) == (1, "")

@@ -144,6 +144,7 @@ def looks(fault, call, folder):
             train_step.look(state, loss, rows(1))
 
 
+@pytest.mark.long_except(r"look")
 @pytest.mark.parametrize("call", ["step", "look"])
 def test_a_rank_that_fails_later_makes_no_call_before_the_others_know(tmp_path, monkeypatch, capfd, call):
     monkeypatch.setattr(watcher, "INTERVAL", 0.2)
@@ -205,6 +206,7 @@ def fails_under_ddp(call, folder):
         Path(folder, f"went on {current().rank}").touch()
 
 
+@pytest.mark.long_except(r"first")
 @pytest.mark.parametrize("call", ["first step", "second step", "metric"])
 def test_replicas_say_the_error_of_the_rank_that_failed(tmp_path, monkeypatch, call):
     monkeypatch.setattr(watcher, "INTERVAL", 0.2)

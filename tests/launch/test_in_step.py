@@ -87,7 +87,7 @@ def test_a_signal_to_one_launcher_saves_on_all(launcher):
     assert not any(attempts(one) for one in ended)
 
 
-@pytest.mark.long_except("0")
+@pytest.mark.long
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_launcher_that_goes_ends_the_job(launcher, machine):
     started = train(launcher, {"0": [0, 2, WAIT]})

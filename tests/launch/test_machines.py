@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch.conftest import LIMIT, buffered
 
-pytestmark = [pytest.mark.launcher, pytest.mark.netns]
+pytestmark = [pytest.mark.long, pytest.mark.launcher, pytest.mark.netns]
 
 SCRIPT = """
 import os, torch, fnaccel as fa

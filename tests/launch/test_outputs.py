@@ -150,6 +150,7 @@ def test_a_program_that_is_not_python(launcher):
     assert "no program no-such-program" in ended.err
 
 
+@pytest.mark.long
 def test_two_ranks_of_a_program_that_meet(launcher):
     script = launcher.write("""
         import torch, fnaccel as fa
@@ -206,6 +207,7 @@ def test_numa_keeps_a_rank_on_its_cores(launcher):
     assert ended.out == f"{list(expected)}\n"
 
 
+@pytest.mark.long_except(r"15")
 @pytest.mark.parametrize("blocked", [{signal.SIGCHLD}, {signal.SIGCHLD, signal.SIGTERM}])
 def test_a_launcher_that_begins_with_blocked_signals(launcher, blocked):
     script = launcher.write(

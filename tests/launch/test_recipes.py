@@ -39,6 +39,7 @@ def test_a_launch_says_once_that_the_variable_is_used(launcher):
     assert ended.err.count("FNACCEL_SET sets launch.ranks=2") == 1
 
 
+@pytest.mark.long
 def test_a_script_that_takes_no_recipe_may_be_launched_by_one(launcher):
     launcher.write("launch: {ranks: 1, cpu: true}", "r.yaml")
     script = launcher.write("print('ran')")
@@ -49,6 +50,7 @@ def test_a_script_that_takes_no_recipe_may_be_launched_by_one(launcher):
     assert "the launcher was told run.seed=1" in ended.err
 
 
+@pytest.mark.long
 def test_the_variable_under_plain_python(launcher):
     script = launcher.folder / launcher.write(TRAIN)
     root = str(Path(fnaccel.__file__).parents[1])

@@ -99,6 +99,7 @@ def test_an_error_too_and_the_last_code_counts_when_restarts_run_out(launcher):
     assert run(launcher, {"0": [1, 3, "sys.exit(5)"]})[0].code == 5, "none where none was asked for"
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_fewer_ranks(launcher, undisturbed):
     plan = {"0": [2, 2, KILL], "1": [0, 3, KILL], "2": [0, 4, KILL]}
     flags = ["--max-restarts", 5, "--min-ranks", 1]
@@ -154,6 +155,7 @@ def test_a_script_of_its_own_may_end_with_75(launcher):
     assert ended.err == "fnaccel launch: preempted: a rank ended with exit code 75; start it again to go on\n"
 
 
+@pytest.mark.long
 def test_without_a_launcher_the_process_ends_with_75_too(launcher):
     script = launcher.write(TRAIN)
     plan = json.dumps({"0": [0, 2, "os.kill(os.getpid(), 15)"]})

@@ -154,8 +154,11 @@ def test_ranks_meet(launcher):
     assert (ended.code, ended.out) == (0, "fnaccel launch: 3.0 of 2\n"), ended.err
 
 
+@pytest.mark.long_except(r"module")
 @pytest.mark.parametrize(
-    "command", [[str(Path(sys.executable).with_name("fnaccel"))], [sys.executable, "-m", "fnaccel"]]
+    "command",
+    [[str(Path(sys.executable).with_name("fnaccel"))], [sys.executable, "-m", "fnaccel"]],
+    ids=["script", "module"],
 )
 def test_the_program_itself_and_standard_input(tmp_path, command):
     (tmp_path / "read.py").write_text("import os, sys; print(os.environ['RANK'], repr(sys.stdin.read()))")

@@ -11,6 +11,8 @@ import pytest
 
 from tests.launch.conftest import LIMIT, buffered
 
+pytestmark = pytest.mark.long
+
 SCRIPT = """\
 import sys
 import fnaccel as fa

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch.conftest import LIMIT, buffered
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.long, pytest.mark.launcher]
 
 TRAIN = """
     import functools

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from fnaccel.launch.network import free_port
-from tests.launch.conftest import buffered
+from tests.launch.conftest import LIMIT, buffered
 from tests.launch.test_elastic import QUICK
 
 pytestmark = pytest.mark.launcher
@@ -38,6 +38,7 @@ def start(launcher, port, *words, number=None, nodes="2", **options):
     )  # fmt: skip
 
 
+@pytest.mark.long_except(r"contents")
 @pytest.mark.parametrize("differ", ["contents", "arguments", "options", "folder"])
 def test_launchers_of_two_jobs_do_not_meet(launcher, differ):
     port = free_port()
@@ -50,7 +51,7 @@ def test_launchers_of_two_jobs_do_not_meet(launcher, differ):
         folder = launcher.folder / ("a" if differ in ("arguments", "options") else name)
         started.append(start(launcher, port, *flags, "train.py", *args, folder=folder, **options))
     reasons = {"contents": "the contents of the script", "folder": "the folder"}
-    for ended in [each.wait(40) for each in started]:
+    for ended in [each.wait() for each in started]:
         assert (ended.code, ended.out) == (2, ""), ended
         assert f"two jobs have the address 127.0.0.1:{port}" in ended.err
         assert f"they differ in {reasons.get(differ, 'the command')}" in ended.err
@@ -65,14 +66,15 @@ def test_a_second_job_does_not_join_one_that_runs(launcher):
     first = start(launcher, port, "train.py", nodes="1:2", folder=launcher.folder / "a")
     launcher.wait_for("a/began")
     second = start(launcher, port, "train.py", nodes="1:2", folder=launcher.folder / "b", env={"VALUE": "1"})
-    ended = second.wait(40)
+    ended = second.wait()
     assert (ended.code, ended.out) == (2, "")
     assert "differ in the contents of the script" in ended.err
     (launcher.folder / "a" / "enough").write_text("x")
-    ended = first.wait(40)
+    ended = first.wait()
     assert (ended.code, ended.out, ended.err) == (0, "ranks 1\n", "")
 
 
+@pytest.mark.long
 def test_a_launcher_that_was_never_needed_ends_with_an_error(launcher):
     port, script = free_port(), launcher.write(WORK)
     started = [start(launcher, port, script, number=number) for number in range(2)]
@@ -80,8 +82,8 @@ def test_a_launcher_that_was_never_needed_ends_with_an_error(launcher):
     spare = start(launcher, port, script)
     time.sleep(3)  # it waits
     (launcher.folder / "enough").write_text("x")
-    assert [each.wait(40).code for each in started] == [0, 0]
-    ended = spare.wait(40)
+    assert [each.wait().code for each in started] == [0, 0]
+    ended = spare.wait()
     assert (ended.code, ended.out) == (2, "")
     assert "this machine was in none of its attempts: nothing ran here" in ended.err
 
@@ -92,14 +94,14 @@ def test_a_launcher_that_came_to_a_job_of_one_machine_is_told(launcher):
     script = launcher.write(WORK)
     first = launcher.start("-n", 2, "--cpu", "--master-port", port, script)
     launcher.wait_for("began")
-    ended = start(launcher, port, script, number=1).wait(40)
+    ended = start(launcher, port, script, number=1).wait()
     assert (ended.code, ended.out) == (2, "")
     assert "is not the launcher of a job on several machines" in ended.err
     ended = launcher("-n", 2, "--cpu", "--master-port", port, script)
     assert (ended.code, ended.out) == (2, "")
     assert f"port {port} can't be listened on" in ended.err
     (launcher.folder / "enough").write_text("x")
-    assert first.wait(40).code == 0
+    assert first.wait().code == 0
 
 
 def ranks_of(folder, port, script, *ranks, size=2, **variables):
@@ -117,7 +119,7 @@ def ranks_of(folder, port, script, *ranks, size=2, **variables):
 
 def outputs(processes):
     try:
-        return [process.communicate(timeout=40) for process in processes]
+        return [process.communicate(timeout=LIMIT) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -143,7 +145,7 @@ def test_ranks_of_two_jobs_do_not_meet(launcher, differ):
 def test_a_second_process_of_a_rank_is_named(launcher):
     port, script = free_port(), launcher.write(SUM)
     first, one, two = ranks_of(launcher.folder, port, script, 0, 1, 1, size=3)
-    end = time.monotonic() + 40
+    end = time.monotonic() + LIMIT
     while one.poll() is None and two.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     ended, waits = (one, two) if one.poll() is not None else (two, one)
@@ -155,6 +157,7 @@ def test_a_second_process_of_a_rank_is_named(launcher):
         process.communicate()
 
 
+@pytest.mark.long_except(r"http")
 @pytest.mark.parametrize("port", ["99999", "0", "http", ""])
 def test_a_port_that_is_none_is_named(launcher, port):
     script = launcher.write(SUM)

@@ -91,7 +91,7 @@ def test_a_rank_whose_batch_is_another_ends_all_with_the_positions(run, tmp_path
         assert re.search(r"rank 0 is at .*; rank 1 is at ", outcome.what), outcome
 
 
-@pytest.mark.long_except("fsdp|saves")
+@pytest.mark.long_except(r"ddp-saves|1-fsdp-gathers")
 @pytest.mark.parametrize(
     ("faulty", "strategy", "name", "call"),
     [
@@ -239,6 +239,7 @@ def begins_again_at_once():
             _torch.end_groups = slowly if world.rank == 0 else end_groups
 
 
+@pytest.mark.long
 def test_a_world_that_begins_again_at_once_does_not_meet_in_the_old_store(run):
     outcomes = run(begins_again_at_once)
     assert [outcome.error for outcome in outcomes] == ["returned"] * 3, outcomes
@@ -320,6 +321,7 @@ def comes_late(absent):
         fa.start(device="cpu", timeout=2.0)
 
 
+@pytest.mark.long_except(r"2")
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_never_comes_is_named(run, absent):
     outcomes = run(comes_late, absent)
@@ -354,6 +356,7 @@ def launched(script, err):
     os._exit(launch(Job(script=script, ranks=3, cpu=True)))
 
 
+@pytest.mark.long
 def test_the_launcher_names_a_rank_that_sleeps(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "NOTICE", 0.2)
     script = tmp_path / "script.py"

@@ -90,7 +90,7 @@ def see(text, fault, faulty, size):
     assert "ended the job with exit code 76" in text
 
 
-@pytest.mark.long_except("stop-1|data|apart")
+@pytest.mark.long_except(r"stop-1")
 @pytest.mark.parametrize(
     ("fault", "faulty", "size", "strategy"),
     [
@@ -224,7 +224,7 @@ ALONE = """
 """
 
 
-@pytest.mark.long_except("sleeps")
+@pytest.mark.long_except(r"^0-only sleeps")
 @pytest.mark.parametrize(
     ("limit", "what", "listeners"), [(0.5, "trains", 1), (0.5, "only sleeps", 1), (0, "only sleeps", 0)]
 )
@@ -367,6 +367,7 @@ SLOW = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("slow", "seconds"),
     [

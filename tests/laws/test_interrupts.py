@@ -13,6 +13,7 @@ from tests.laws.interrupts import interrupt_many
 STRIDE = 13
 
 
+@pytest.mark.long_except(r"-1-")
 @pytest.mark.parametrize(
     ("kind", "ranks", "stride"),
     [("local", 1, 5), ("ddp", 1, STRIDE), ("fsdp", 1, STRIDE), ("ddp", 2, 41)],
@@ -38,6 +39,7 @@ def test_law_15_holds_for_a_second_gradient(pools):
     assert not [outcome for outcome in outcomes if outcome.wrong]
 
 
+@pytest.mark.long_except(r"local")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", ["local", "fsdp"])
 def test_law_15_holds_for_the_calls_around_a_step(pools, call, kind):
@@ -46,6 +48,7 @@ def test_law_15_holds_for_the_calls_around_a_step(pools, call, kind):
     assert not [outcome for outcome in outcomes if outcome.wrong]
 
 
+@pytest.mark.long_except(r"local|fsdp-evaluate")
 @pytest.mark.parametrize("signals", [1, 2])
 @pytest.mark.parametrize(("call", "stride"), list(zip(SWAPS, [89, 23, 3, 7, 89], strict=True)))
 @pytest.mark.parametrize("kind", ["local", "fsdp"])

@@ -21,13 +21,13 @@ ENVIRONMENT = 90.0
 UNKNOWN = 15.0
 """Seconds of a row if neither its test nor its file has a time."""
 
-CHUNK = 90.0
-"""Seconds of a chunk: a longer one might not fit before the deadline, and a shorter one is mostly START."""
+CHUNK = 80.0
+"""Seconds of the rows of a chunk: a longer one might not fit before the deadline, and a shorter one is mostly START."""
 
 USUAL = ".venv/.dev"
 """The make target of the environment of most rows."""
 
-GROUPS = ("deliberate bugs whose file changed", "rows of rooms and tests that changed", "rest")
+GROUPS = ("deliberate bugs whose file changed", "rows of rooms, tests and pages that changed", "rest")
 
 
 @attrs.frozen
@@ -64,9 +64,9 @@ def group_of(row: Row, changed: Collection[str]) -> str:
     if row.bug_in is not None and row.bug_in in changed:
         return GROUPS[0]
     rooms = {f"tests/{path.split('/')[1]}/" for path in changed if path.startswith("fnaccel/")}
-    if row.file in changed or any(row.file.startswith(room) for room in rooms):
-        return GROUPS[1]
-    return GROUPS[2]
+    pages = {path.rpartition("/")[2] for path in changed if path.endswith(".md")}
+    near = row.file in changed or row.file.startswith(tuple(rooms)) or any(page in row.id for page in pages)
+    return GROUPS[1] if near else GROUPS[2]
 
 
 def seconds_of(rows: Iterable[Row], table: Mapping[str, float]) -> dict[Row, float]:
@@ -93,15 +93,17 @@ def in_order(
 
 
 def _cut(group: str, rows: Iterable[Row], seconds: Mapping[Row, float]) -> list[Chunk]:
-    chunks: list[Chunk] = []
+    parts: list[list[Row]] = []
     for row in rows:
-        if chunks and chunks[-1].seconds + seconds[row] <= CHUNK:
-            last = chunks.pop()
-            chunks.append(Chunk(group, (*last.rows, row), last.seconds + seconds[row]))
+        if parts and sum(seconds[other] for other in parts[-1]) + seconds[row] <= CHUNK:
+            parts[-1].append(row)
         else:
-            start = START if row.target == USUAL else START + ENVIRONMENT
-            chunks.append(Chunk(group, (row,), start + seconds[row]))
-    return chunks
+            parts.append([row])
+    return [Chunk(group, tuple(part), _start(part[0]) + sum(seconds[row] for row in part)) for part in parts]
+
+
+def _start(row: Row) -> float:
+    return START if row.target == USUAL else START + ENVIRONMENT
 
 
 def next_chunk(waiting: Sequence[Chunk], seconds_left: float) -> Chunk | None:

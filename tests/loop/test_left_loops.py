@@ -248,7 +248,8 @@ def alone(folder, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_that_leaves_alone_saves_nothing(tmp_path, strategy):
-    with RankPool(2) as pool, mock.patch("fnaccel.loop.autosave.TOGETHER", 0.5):
+    # patched before ranks fork
+    with mock.patch("fnaccel.loop.autosave.TOGETHER", 0.5), RankPool(2) as pool:
         first, second = pool.run(alone, tmp_path, strategy)
     error, steps, (text,) = first
     assert (error, steps) == ("", [])

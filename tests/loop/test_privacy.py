@@ -117,6 +117,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.long_except(r"^(?!compiled)")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_sum_is_divided_by_the_expected_rows(pools, way):
     ranks, strategy, change = WAYS[way]
@@ -236,6 +237,7 @@ def test_updates_that_others_made(before):
 
 
 # dynamo's own, as it traces an autograd function (torch 2.13)
+@pytest.mark.long_except(r"plain|skip")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("change", [None, fa.skip_nonfinite(), compiled], ids=["plain", "skip", "compiled"])

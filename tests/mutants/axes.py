@@ -14,16 +14,16 @@ WHOLE_MODEL = "tests/extend/test_whole_model.py"
 MUTANTS = [
     Mutant(
         "totals of the batch axis alone", "program/instance.py", 'world.device, mesh.group("loss")', 'world.device, mesh.group("batch")',
-        (PARTS, "-k", "one_loss and options0"),
+        (PARTS, "-k", "one_loss and -2-nothing"),
     ),
     Mutant(
         "captured totals of the batch axis alone", "program/step_graph.py",
         'self._group = engine.layout.mesh.group("loss")', 'self._group = engine.layout.mesh.group("batch")',
-        (PARTS, "-k", "one_loss and options2"),
+        (PARTS, "-k", "one_loss and -2-compiled"),
     ),
     Mutant(
         "weights known ahead are those of one rank", "engine/totals.py",
-        "dist.all_reduce(total, group=self._group)", "pass", (PARTS, "-k", "one_loss and options1"),
+        "dist.all_reduce(total, group=self._group)", "pass", (PARTS, "-k", "one_loss and -2-weigh"),
     ),
     Mutant(
         "a norm that counts copies of a parameter", "engine/gradients.py", "self._square(grads) / copies if copies > 1 else", "",
@@ -47,7 +47,7 @@ MUTANTS = [
     ),
     Mutant(
         "ddp averages over the batch axis alone", "strategies/ddp.py",
-        'process_group=mesh.group("loss")', 'process_group=mesh.group("batch")', (PARTS, "-k", "one_loss and ddp and options3"),
+        'process_group=mesh.group("loss")', 'process_group=mesh.group("batch")', (PARTS, "-k", "one_loss and ddp and 4-nothing"),
     ),
     Mutant(
         "norms of parts", "engine/engine.py", 'return self.mesh["model"] if', "return None if",
@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         "gradients divided by the parts of the rows", "engine/passes.py", "ranks = engine.layout.mesh.loss_size",
         "ranks = engine.layout.mesh.batch_size",
-        (PARTS, "-k", "one_loss and fsdp and options5"),
+        (PARTS, "-k", "one_loss and fsdp and 4-nothing"),
     ),
     Mutant(
         "units of a part of the model", "program/axes_applied.py", '_named(hook, module, f"transform {name}")', "hook",

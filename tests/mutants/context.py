@@ -11,43 +11,43 @@ MUTANTS = [
     Mutant(
         "gathered chunks that stay in the order of the ranks", f"{FOLDER}/order.py",
         "torch.cat([chunks[:, 0], chunks[:, 1].flip(0)])", "torch.cat([chunks[:, 0], chunks[:, 1]])",
-        (PARITY, "-k", "share and causal-options0-step0 or four and gather"),
+        (PARITY, "-k", "share and causal-nothing-nothing or four and gather"),
     ),
     Mutant(
         "gradients of chunks in the order of the sequence", f"{FOLDER}/split.py",
         "by_rank = ctx.chunks.by_rank(grads[0]).contiguous()", "by_rank = grads[0].contiguous()",
-        (PARITY, "-k", "share and causal-options0-step0"),
+        (PARITY, "-k", "share and causal-nothing-nothing"),
     ),
     Mutant(
         "rows of a late chunk that see the tokens after them", f"{FOLDER}/gather.py",
         "visible = at[first:, None] >= at[None, :]", "visible = at[first:, None] >= at[None, :] - 1",
-        (PARITY, "-k", "share and causal-options0-step0"),
+        (PARITY, "-k", "share and causal-nothing-nothing"),
     ),
     Mutant(
         "a ring without the keys before a chunk", f"{FOLDER}/ring.py", "if key_first <= first:", "if key_first == first:",
-        (PARITY, "-k", "share and causal-options9"),
+        (PARITY, "-k", "share and causal and ring and clip"),
     ),
     Mutant(
         "a ring whose gradients do not come home", f"{FOLDER}/ring.py", "        of_both = arriving.wait()", "        arriving.wait()",
-        (PARITY, "-k", "share and causal-options9"),
+        (PARITY, "-k", "share and causal and ring and clip"),
     ),
     Mutant(
         "softmaxes merged without their weights", f"{FOLDER}/blocks.py",
         "return first[0] * weights[0] + second[0] * weights[1], total", "return (first[0] + second[0]) / 2, total",
-        (PARITY, "-k", "share and none-options11"),
+        (PARITY, "-k", "share and none and ring"),
     ),
     Mutant(
         "masks of other heads", f"{FOLDER}/heads.py", "mask = split.gather(numbers, -2).to(mask.dtype)", "mask = mask.repeat(1, 1, 2, 1)",
-        (PARITY, "-k", "share and rows-options21"),
+        (PARITY, "-k", "share and rows and heads"),
     ),
     Mutant(
         "a mask over keys in the order of the ranks", f"{FOLDER}/ring.py", "mask = chunks.cut(mask, -1, source)",
-        "mask = chunks.cut(mask, -1)", (PARITY, "-k", "share and keys-options12"),
+        "mask = chunks.cut(mask, -1)", (PARITY, "-k", "share and keys and ring"),
     ),
     Mutant(
         "attention of recomputed blocks that sees one rank", "program/update.py",
         "with micro_batches.around, UpdateGuard(instance, state) as guard:", "with UpdateGuard(instance, state) as guard:",
-        (PARITY, "-k", "share and causal-options0-step0"),
+        (PARITY, "-k", "share and causal-nothing-nothing"),
     ),
     Mutant(
         "weights of whole rows", f"{FOLDER}/weights.py", "weight and weight == rows_of(batch)", "False",

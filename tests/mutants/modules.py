@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(
         "gradients taken in a layout that is not the parameter's", "engine/gradients.py",
         "value = value.redistribute(leaf.shown.device_mesh, layout)", "pass",
-        ("tests/transforms/test_layouts_of_gradients.py", "-k", "strategy0"),
+        ("tests/transforms/test_layouts_of_gradients.py", "-k", "tensor"),
     ),
     Mutant(
         "a left-out update moves states of users", "program/tail.py", "states[name] = first if skip else last",
@@ -118,7 +118,7 @@ MUTANTS = [
     ),
     Mutant(
         "a key that knows the rank", "engine/passes.py", "        return UpdateFacts(\n            self.root,",
-        "        return UpdateFacts(\n            self.root + self.rank,", (INFO, "-k", "a_mask and 2-ddp-1-options2"),
+        "        return UpdateFacts(\n            self.root + self.rank,", (INFO, "-k", "a_mask and 2-ddp-1-nothing"),
     ),
     Mutant(
         "a key folded with the micro-batch", "engine/update_facts.py", "        return self.at(self._rows(part))\n",
@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "rows counted from the rank's own start", "data/indexed.py",
         "after, mine.offset, together)", "after, 0, together)",
-        (INFO, "-k", "a_mask and 2-ddp-1-options2"),
+        (INFO, "-k", "a_mask and 2-ddp-1-nothing"),
     ),
     Mutant(
         "rows counted from the micro-batch's own start", "data/micro_batches.py",

@@ -226,6 +226,7 @@ STEPS = {
 BOTH = (*LAMB, parts.lookahead(every=2))
 
 
+@pytest.mark.long_except(r"^(?!captured, )")
 @pytest.mark.parametrize("name", STEPS)
 def test_equals_the_plain_step(name, world):
     optimizer = parts.chain(*BOTH, lr=fa.warmup_cosine(0.1, warmup=2, total=9))

@@ -45,7 +45,7 @@ def _row(strategy, scope, kind):
 
 
 @pytest.mark.long_except(
-    "block|plain|ragged|local-step-(rich|ema|fp16|own|models|replacing|each)|local-loss-rich"
+    r"local-step-(plain|ragged|weight|fp16|own|models|each|spare)|(local|ddp|fsdp)-(loss|block|step)-plain|local-block-(ema|ragged)"
 )
 @pytest.mark.parametrize(("strategy", "scope", "kind"), [_row(*case) for case in CASES])
 def test_compiled_equals_eager(pools, strategy, scope, kind):

@@ -58,7 +58,7 @@ def averages(row):
 LONG = {"compile": pytest.mark.long, "fp64": pytest.mark.long}  # a compiled row takes seconds
 
 
-@pytest.mark.long_except("accumulate|-ema")
+@pytest.mark.long_except(r"accumulate")
 @pytest.mark.parametrize("crossed", [pytest.param(name, marks=LONG.get(name, ())) for name in CROSSED])
 @pytest.mark.parametrize("strategy", OPTIONS)
 def test_an_option_beside_others(pools, strategy, crossed):

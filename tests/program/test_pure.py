@@ -379,6 +379,7 @@ def four(update, values, batches, lr):
     return values, torch.stack(losses)
 
 
+@pytest.mark.long
 def test_updates_are_one_graph():
     update = fa.pure(program(STEPS["clip_norm"], OPTIMIZERS["adam"]))
     values, lr = update.init(), torch.tensor(0.05, dtype=torch.float64)

@@ -62,7 +62,7 @@ def sam_run(strategy, ranks, compiled):
     ("strategy", "ranks", "compiled"),
     [
         ("local", 1, False),
-        ("local", 1, True),
+        pytest.param("local", 1, True, marks=pytest.mark.long),
         ("ddp", 2, False),
         ("fsdp", 2, False),
         pytest.param("fsdp", 4, False, marks=pytest.mark.long),

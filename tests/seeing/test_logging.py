@@ -48,6 +48,7 @@ log = fa.seeing.get_logger("a", level="info"); log.info("low")
     assert printed(code) == ["mine low"]
 
 
+@pytest.mark.long
 def test_the_level_of_a_recipe_holds_for_loggers_that_were_made_before():
     code = """
 log, own, other = fa.seeing.get_logger("a"), fa.seeing.get_logger("b", level="error"), fa.seeing.get_logger("c")
@@ -58,6 +59,7 @@ log.info("after"); own.info("no"); other.debug("no")
     assert ends(printed(code)) == ["INFO a: after"]
 
 
+@pytest.mark.long_except(r"^1")
 @pytest.mark.parametrize(
     ("rank", "lines"), [("0", ["[rank 0] main", "[rank 0] all"]), ("1", ["[rank 1] all"])]
 )
@@ -66,6 +68,7 @@ def test_before_a_start_the_rank_is_that_of_the_launcher(rank, lines):
     assert printed(code, RANK=rank, WORLD_SIZE="2") == lines
 
 
+@pytest.mark.long
 def test_in_order_needs_a_world_if_there_are_several_ranks():
     assert printed('fa.seeing.get_logger("a").warning("alone", in_order=True)') == ["alone"]
     code = """
@@ -75,6 +78,7 @@ except fa.errors.NoWorldError: fa.seeing.get_logger("a").warning("none")
     assert printed(code, RANK="0", WORLD_SIZE="2") == ["[rank 0] none"]
 
 
+@pytest.mark.long
 def test_colours_and_tracebacks_of_rich():
     code = """
 log = fa.seeing.get_logger("a", level="info", rich=True)

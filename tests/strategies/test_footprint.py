@@ -41,6 +41,7 @@ ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long_except(r"^(?!8)")
 @pytest.mark.parametrize(("ranks", "strategy"), ROWS, ids=str)
 def test_it_is_what_an_engine_holds_and_sends(pools, ranks, strategy):
     sizes = fa.strategies.footprint(GPT, strategy, ranks, optimizer=fa.adamw(0.1))

@@ -111,6 +111,7 @@ CASES = [  # on 4 ranks: 2 experts and 3 experts
 ]
 
 
+@pytest.mark.long_except(r"False|fsdp-True-Net")
 @pytest.mark.parametrize(("strategy", "compiled", "model"), CASES)
 def test_equals_the_raw_loop(pools, strategy, compiled, model):
     batches = [[rank_batch(step, rank) for rank in range(4)] for step in range(STEPS)]
@@ -221,6 +222,7 @@ class Mixture(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.long
 def test_estimates_know_the_dimension(pools):
     held = max(pools.run(4, peak_of, token_loss, Mixture, "fsdp", fa.adamw(1e-3)))
     estimate = fa.estimate.training(

@@ -105,6 +105,7 @@ def test_a_copy_without_one_trains_and_names_it(tmp_path, name):
     without([name], tmp_path)
 
 
+@pytest.mark.long
 def test_a_copy_without_all_of_them_trains_and_names_each(tmp_path):
     without(list(TENANTS), tmp_path)
 

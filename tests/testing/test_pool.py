@@ -127,12 +127,14 @@ def crash():
     ],
 )
 def test_a_pool_survives_its_ranks(fn, message):
-    with RankPool(2, timeout=5.0 if fn is die else 0.5) as pool:
+    with RankPool(2) as pool:
         before = pool.run(process_id)
+        pool.timeout = 0.5 if fn is hang else 60.0
         with pytest.raises((LaunchError, RuntimeError), match=message) as caught:
             pool.run(fn)
         assert fn is die or f"in {fn.__name__}" in caught.value.__notes__[0]
         assert not any(alive(pid) for pid in before) or fn is die
+        pool.timeout = 60.0
         after = pool.run(process_id)
         assert before[1] != after[1]
     assert not any(alive(pid) for pid in [*before, *after])
@@ -188,6 +190,6 @@ def test_a_fork_does_not_wait_for_threads_of_a_world_that_is_over():
         program(strategy="ddp")
         KEPT.append(dist.group.WORLD)
     gc.collect()
-    with RankPool(2, timeout=20.0) as pool:
+    with RankPool(2) as pool:
         KEPT.clear()
         assert pool.run(let_go) == [0, 1]

@@ -46,6 +46,7 @@ def test_the_kernel_that_was_chosen_runs_each_time(remat):
     assert math == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.long_except(r"loss")
 @pytest.mark.parametrize("scope", ["step", "loss", "block"])
 def test_compiled_too(scope):
     """A mode of dispatch would keep torch.compile from compiling, so the profiler looks."""

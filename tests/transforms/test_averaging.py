@@ -36,6 +36,7 @@ def averaged_run(strategy, compiled):
     return result, expected
 
 
+@pytest.mark.long_except(r"eager|local")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("strategy", "ranks"), [("local", 1), ("ddp", 2), ("fsdp", 2)])
 def test_averages_of_bf16_parameters_move(pools, strategy, ranks, compiled):

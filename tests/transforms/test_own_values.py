@@ -36,6 +36,7 @@ def recorded(strategy, compiled):
     return [float(metrics[name]) for name in NAMES], type(metrics["norm"]).__name__, kept
 
 
+@pytest.mark.long_except(r"eager|2-ddp-captured")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (2, "hsdp(1, 2)"), (3, "fsdp")])
 def test_recorded_values_are_whole(pools, ranks, strategy, compiled):

@@ -11,7 +11,7 @@ import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
 from fnaccel.world.world import current
-from tests import models
+from tests import tiny_models
 from tests.tiny_models import whole_params
 from tests.transforms.attending import FLASH, Attend, Model, Seen, loss_fn
 
@@ -118,12 +118,12 @@ class WithStatistics(nn.Module):
 def test_the_second_run_of_a_block_moves_no_buffer(save):
     """`num_batches_tracked` was 2 after one step, and the second run had other vectors than the first."""
     states = []
-    for step in (models.loss_fn, fa.remat(models.loss_fn, save=save)):
+    for step in (tiny_models.loss_fn, fa.remat(tiny_models.loss_fn, save=save)):
         with fa.start(device="cpu"):
-            train_step = models.program(step, model=WithStatistics)
+            train_step = tiny_models.program(step, model=WithStatistics)
             state = train_step.init(seed=0)
             for number in range(3):
-                state, _ = train_step(state, models.batch_of(8, number))
+                state, _ = train_step(state, tiny_models.batch_of(8, number))
             states.append(fa.snapshot(state))
             train_step.close()
     plain, again = states

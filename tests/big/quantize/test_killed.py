@@ -15,6 +15,8 @@ from fnaccel.errors import FnaccelError
 from fnaccel.testing import RankPool
 from tests.big.quantize.models import empty, llama, made
 
+pytestmark = pytest.mark.long
+
 STEPS, EVERY, KILLED = 8, 2, 5
 DATA = made(lambda: torch.randint(128, (40, 12)))
 

@@ -14,6 +14,7 @@ IDS = torch.arange(24).reshape(2, 12) % 128
 CASES = [(llama, record) for record in RECORDS] + [(gpt2, record) for record in BITSANDBYTES]
 
 
+@pytest.mark.long_except(r"gpt2|Int")
 @pytest.mark.parametrize(("kind", "record"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_weights_are_quantized_as_they_stream_in(kind, record, tmp_path):
     kind().save_pretrained(tmp_path / "full", max_shard_size="40KB")

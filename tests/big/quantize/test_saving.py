@@ -29,6 +29,7 @@ def logits(model):
     return model(IDS).logits
 
 
+@pytest.mark.long_except(r"60KB")
 @pytest.mark.parametrize(("kind", "record"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 @pytest.mark.parametrize("size", ["5GB", "60KB"])
 def test_a_round_trip_is_exact_and_transformers_reads_it(tmp_path, kind, record, size):

@@ -33,7 +33,7 @@ def saved(pools, tmp_path_factory):
     return written_by_all(pools, write, LAYOUTS, tmp_path_factory.mktemp("zero"))
 
 
-@pytest.mark.long_except("local|'ddp'|zero[13]', 2")
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_any_layout_restores_any_other(pools, saved, layout):
     check_restores_any(pools, plain, layout, saved)

@@ -85,7 +85,7 @@ WRONG = {
         "names the parameter blocks.0.scale, and a plan names layers: arithmetic of your own can't be cut", "write an axis",
     ),
     "a weight of your own": (
-        PLAN | {"own.weight": 0}, Scaled, "own is a tests.axes.test_tensor_errors.Own, which has no style", "torch.nn.Linear",
+        PLAN | {"own.weight": 0}, Scaled, "own is a tests.strategies.tensor.test_errors.Own, which has no style", "torch.nn.Linear",
     ),
     "a weight with a style": (
         {name: style for name, style in PLAN.items() if "up" not in name} | {"blocks.*.up.weight": "colwise"}, GPT,

@@ -57,6 +57,7 @@ def scanned(strategy, folder, kill_at=None):
     return first, losses, everything(state), state.data
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["whole", "sequence"])
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(pools, tmp_path, plan):
     strategy = BOTH if plan == "whole" else fa.fsdp(2) * fa.tensor(2, SEQUENCE, sequence=True)
@@ -83,6 +84,7 @@ def copied(strategy):
     return before, again, once, everything(state), gathered
 
 
+@pytest.mark.long_except(r"^tensor")
 @pytest.mark.parametrize("strategy", [fa.tensor(2, PLAN), BOTH])
 def test_copies_of_a_state(pools, strategy):
     ranks = 4 if strategy == BOTH else 2
@@ -147,6 +149,7 @@ def exported(make, strategy, folder):
     return train_step.look(state, lambda model: model(input_ids=tokens).logits), tokens
 
 
+@pytest.mark.long_except(r"gpt2")
 @pytest.mark.parametrize("strategy", ["tensor(2)", "fsdp(2) * tensor(2)"])
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_exports_load_in_transformers(pools, tmp_path, make, strategy):

@@ -142,6 +142,7 @@ def logits_of(model, tokens):
     return fa.Mean(total, weight=tokens[:, 1:].numel())
 
 
+@pytest.mark.long_except(r"^2-")
 @pytest.mark.parametrize(
     ("ranks", "strategy"), [(2, fa.tensor(2, ADAPTED)), (4, fa.fsdp(2) * fa.tensor(2, ADAPTED))]
 )
@@ -217,6 +218,7 @@ def distilled(student_strategy, teacher_strategy):
     return {"losses": torch.tensor(losses), "student": params_of(mine), "teacher": params_of(lent)}
 
 
+@pytest.mark.long_except(r"^2-")
 @pytest.mark.parametrize(
     ("ranks", "student", "teacher"),
     [
@@ -264,6 +266,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.long_except(r"static_graph|unused, fsdp|units|offload")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_the_other_axis(pools, name):
     strategy, model = OPTIONS[name]
