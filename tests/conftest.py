@@ -62,12 +62,25 @@ def quick_collections() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not long"` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as long the rows that `long_except` does not name."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as long the rows that `long_except` does not name. In a run of everything it has to name some."""
+    rows: dict[str, list[bool]] = {}
+    both: set[str] = set()
     for item in items:
-        mark = item.get_closest_marker("long_except")
-        if mark and not re.search(mark.args[0], item.callspec.id):
-            item.add_marker(pytest.mark.long)
+        if mark := item.get_closest_marker("long_except"):
+            test = item.nodeid.partition("[")[0]
+            if item.get_closest_marker("long"):
+                both.add(test)
+            named = bool(re.search(mark.args[0], item.callspec.id))
+            rows.setdefault(test, []).append(named)
+            if not named:
+                item.add_marker(pytest.mark.long)
+    whole = config.args == config.getini("testpaths")
+    stale = [test for test, named in rows.items() if whole and not any(named)]
+    if both or stale:
+        raise pytest.UsageError(
+            f"`long` beside `long_except`: {both or 'none'}. It names no row: {stale or 'none'}"
+        )
 
 
 def pytest_make_parametrize_id(val: Any) -> str | None:

@@ -59,7 +59,6 @@ def machines():
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-@pytest.mark.long_except("found")
 @pytest.mark.parametrize("named", [False, True], ids=["interface found", "interface named"])
 def test_ranks_of_two_machines_meet(machines, tmp_path, named):
     (tmp_path / "meet.py").write_text(SCRIPT)

@@ -99,17 +99,12 @@ def see(text, fault, faulty, size):
         ("data", 0, 2, "ddp"),
         ("another", 1, 2, "ddp"),
         ("apart", 1, 2, "ddp"),
-        *(
-            pytest.param(*row, marks=pytest.mark.long)
-            for row in [
-                ("sleep", 1, 2, "ddp"),
-                ("stop", 2, 4, "ddp"),
-                ("stop", 0, 4, "ddp"),  # it keeps the store: ranks could not collect the stacks there
-                ("data", 3, 4, "fsdp"),
-                ("another", 1, 4, "ddp"),
-                ("apart", 2, 4, "ddp"),
-            ]
-        ),
+        ("sleep", 1, 2, "ddp"),
+        ("stop", 2, 4, "ddp"),
+        ("stop", 0, 4, "ddp"),  # it keeps the store: ranks could not collect the stacks there
+        ("data", 3, 4, "fsdp"),
+        ("another", 1, 4, "ddp"),
+        ("apart", 2, 4, "ddp"),
     ],
 )
 def test_a_rank_is_named(launcher, fault, faulty, size, strategy):
@@ -368,16 +363,7 @@ SLOW = """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("slow", "seconds"),
-    [
-        ("compile", 6.0),
-        *(
-            pytest.param(what, seconds, marks=pytest.mark.long)
-            for what, seconds in (("item", 0.9), ("workers", 3.5))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("slow", "seconds"), [("compile", 6.0), ("item", 0.9), ("workers", 3.5)])
 def test_no_alarm_for_what_is_slow_on_one_rank(launcher, slow, seconds):
     ended = launcher("-n", 2, "--watchdog", 1, launcher.write(SLOW), slow, seconds, constants=QUICK)
     assert (ended.code, ended.err) == (0, "")

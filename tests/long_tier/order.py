@@ -1,6 +1,7 @@
 """The order of the long tier, and what may start before a deadline. Pure functions of rows, changed files and seconds.
 
-Three groups: deliberate bugs whose file changed, then the rows of rooms and tests that changed, then the rest, shuffled.
+Three groups: deliberate bugs whose file changed, then the rows of rooms, tests and pages that changed, then the rest.
+Each group is shuffled, so that it is not always the same rows for which there is no time.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def in_order(
         ordered, key=lambda row: (group_of(row, changed), row.file, row.target)
     ):
         groups[group] += _cut(group, members, seconds)
-    random.Random(seed).shuffle(groups[GROUPS[2]])
+    for chunks in groups.values():
+        random.Random(seed).shuffle(chunks)
     return [chunk for group in GROUPS for chunk in groups[group]]
 
 

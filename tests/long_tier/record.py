@@ -24,19 +24,20 @@ class Result:
 
 
 class Recorder:
-    """Collects the three reports of a row, and appends a line after the last: a killed run leaves whole lines."""
+    """Appends a line for each row after its last report, or at once if it failed: its teardown might not end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.reports: dict[str, list[pytest.TestReport]] = defaultdict(list)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take one report."""
-        self.reports[report.nodeid].append(report)
-        if report.when == "teardown":
-            result = _result(report.nodeid, self.reports.pop(report.nodeid))
+        """Take the report of a setup, call or teardown."""
+        reports = self.reports[report.nodeid]
+        reports.append(report)
+        failures = sum(each.failed for each in reports)
+        if (report.failed and failures == 1) or (report.when == "teardown" and failures == 0):
             with self.path.open("a") as file:
-                file.write(json.dumps(attrs.asdict(result)) + "\n")
+                file.write(json.dumps(attrs.asdict(_result(report.nodeid, reports))) + "\n")
 
 
 def _result(name: str, reports: list[pytest.TestReport]) -> Result:

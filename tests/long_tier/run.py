@@ -12,8 +12,11 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import attrs
 import pytest
@@ -25,7 +28,9 @@ PROCESSES = 2
 COMMITS = 60
 """How many commits back a change still counts. A landing has up to 50."""
 OVERRUN = 75.0
-"""Seconds after the deadline at which a chunk that takes longer than expected is ended."""
+"""Seconds after the deadline at which a process that takes longer than expected is ended."""
+PATIENCE = 20.0
+"""Seconds that it then has to end its ranks."""
 
 
 class Collector:
@@ -36,12 +41,14 @@ class Collector:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Read the marks and the deliberate bugs."""
-        for item in session.items:
-            bug = item.callspec.params.get("mutant") if hasattr(item, "callspec") else None
-            mark = item.get_closest_marker("environment")
-            self.rows.append(
-                Row(item.nodeid, f"fnaccel/{bug.file}" if bug else None, *(mark.args if mark else ()))
-            )
+        self.rows = [row_of(item) for item in session.items]
+
+
+def row_of(item: Any) -> Row:
+    """What the order has to know about an item of pytest."""
+    bug = item.callspec.params.get("mutant") if hasattr(item, "callspec") else None
+    mark = item.get_closest_marker("environment")
+    return Row(item.nodeid, f"fnaccel/{bug.file}" if bug else None, *(mark.args if mark else ()))
 
 
 def collected() -> list[Row]:
@@ -56,8 +63,16 @@ def collected() -> list[Row]:
 
 def git(root: Path, *words: str) -> str:
     """What git prints, or nothing outside of a repository."""
-    done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
-    return done.stdout if done.returncode == 0 else ""
+    with contextlib.suppress(FileNotFoundError):  # there may be no git
+        done = subprocess.run(
+            ["git", "-c", "core.quotePath=false", *words],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stdout if done.returncode == 0 else ""
+    return ""
 
 
 def changed_files(root: Path) -> set[str]:
@@ -68,20 +83,20 @@ def changed_files(root: Path) -> set[str]:
     commits = git(root, "rev-list", "--first-parent", f"-{COMMITS + 1}", "HEAD").split()
     if len(commits) < 2:
         return set()
-    lines = git(root, "diff", "--name-status", "-M", commits[-1]).splitlines()
-    return {line.split("\t")[-1] for line in lines if not re.match(r"R(09\d|100)", line)}
-
-
-def make(root: Path, target: str) -> None:
-    """Make an environment. One that is there costs nothing."""
-    done = subprocess.run(["make", target], cwd=root, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"make {target} failed:\n{done.stdout}{done.stderr}")
+    lines = git(root, "diff", "--relative", "--name-status", "-M", commits[-1]).splitlines()
+    moved = re.compile(r"R(09\d|100)")
+    return {line.split("\t")[-1] for line in lines if not moved.match(line)} | set(
+        git(root, "ls-files", "--others", "--exclude-standard").splitlines()
+    )
 
 
 @attrs.define
 class Run:
-    """Chunks that wait, and the results of those that have ended. `until` is in seconds since 1970."""
+    """Chunks that wait, and the results of those that have ended. `until` is in seconds since 1970.
+
+    Attributes:
+        broken: a line for each process that failed by itself, and not because of a row.
+    """
 
     root: Path
     waiting: list[Chunk]
@@ -90,62 +105,95 @@ class Run:
     broken: list[str] = attrs.field(factory=list)
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
+    @property
+    def code(self) -> int:
+        """1 if a row or a process failed, else 0."""
+        return int(bool(self.broken) or any(result.outcome == "failed" for result in self.results))
+
     def work(self) -> None:
         """Run chunks in two threads, as long as one fits before the deadline."""
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as threads:
-            for thread in [threads.submit(self._work, Path(folder)) for _ in range(PROCESSES)]:
-                thread.result()
+            try:
+                for thread in [threads.submit(self._work, Path(folder)) for _ in range(PROCESSES)]:
+                    thread.result()
+            except BaseException:  # such as Ctrl-C: the threads take no more chunks
+                self.waiting.clear()
+                raise
 
     def _work(self, folder: Path) -> None:
-        while chunk := self._take():
+        while chunk := self._take(folder):
             self._run(chunk, Path(tempfile.mkdtemp(dir=folder)))
 
-    def _take(self) -> Chunk | None:
+    def _take(self, folder: Path) -> Chunk | None:
+        """The next chunk, whose environment is made."""
         with self.lock:
-            chunk = next_chunk(self.waiting, self.until - time.time())
-            if chunk is not None:
-                self.waiting.remove(chunk)
-                make(self.root, chunk.rows[0].target)
-            return chunk
+            while chunk := next_chunk(self.waiting, self.until - time.time()):
+                if self._make(chunk.rows[0].target, folder / "make.txt"):
+                    self.waiting.remove(chunk)
+                    return chunk
+            return None
+
+    def _make(self, target: str, output: Path) -> bool:
+        """Whether an environment could be made. One that is there costs nothing. If not, its chunks are left out."""
+        process = self._start(["make", target], output)
+        in_time = self._wait(process)
+        if process.returncode == 0:
+            return True
+        self.waiting[:] = [chunk for chunk in self.waiting if chunk.rows[0].target != target]
+        if in_time:
+            print(output.read_text(errors="replace"), flush=True)
+            self.broken.append(f"make {target} ended with {process.returncode}")
+        return False
 
     def _run(self, chunk: Chunk, folder: Path) -> None:
-        rows, output = folder / "rows.txt", folder / "output.txt"
+        rows, path, output = folder / "rows.txt", folder / "record.jsonl", folder / "output.txt"
         rows.write_text("".join(f"{row.id}\n" for row in chunk.rows))
-        python = self.root / chunk.rows[0].python
-        words = [str(python), "-m", "pytest", "-p", "tests.long_tier.record", f"@{rows}"]
-        environ = {**os.environ, record.VARIABLE: str(folder / "record.jsonl")}
+        python = str(self.root / chunk.rows[0].python)
         began = time.time()
+        words = [python, "-m", "pytest", "-rs", "-p", "tests.long_tier.record", f"@{rows}"]
+        process = self._start(words, output, {record.VARIABLE: str(path)})
+        in_time = self._wait(process)
+        ended = record.read(path)
+        failed = any(result.outcome == "failed" for result in ended)
+        broken = in_time and (len(ended) < len(chunk.rows) or process.returncode != int(failed))
+        with self.lock:
+            self.results += ended
+            _report(chunk, ended, time.time() - began)
+            text = output.read_text(errors="replace")
+            if failed or broken:
+                print(text, flush=True)
+            else:  # why rows were skipped
+                print(*re.findall(r"^SKIPPED .*\n", text, re.MULTILINE), sep="", end="", flush=True)
+            if broken:
+                said = f"pytest ended with {process.returncode}, after {len(ended)} of {len(chunk.rows)} rows"
+                self.broken.append(f"{chunk.rows[0].file}: {said}")
+
+    def _start(
+        self, words: list[str], output: Path, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[bytes]:
+        environ = {**os.environ, **variables}
         with output.open("w") as file:
-            process = subprocess.Popen(
-                words, cwd=self.root, env=environ, stdout=file, stderr=subprocess.STDOUT
-            )
-            in_time = self._wait(process)
-        self._report(chunk, record.read(folder / "record.jsonl"), time.time() - began)
-        if process.returncode != 0 and in_time:
-            print(output.read_text(), flush=True)
-            if process.returncode != 1:
-                self.broken.append(f"{chunk.rows[0].file}: pytest ended with {process.returncode}")
+            return subprocess.Popen(words, cwd=self.root, env=environ, stdout=file, stderr=subprocess.STDOUT)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> bool:
-        """Whether a process ended by itself. Past the deadline it is ended as by Ctrl-C, so that it ends its ranks."""
+        """Whether a process ended by itself. Past the deadline it is ended as by Ctrl-C, and then by force."""
         limit = self.until - time.time() + OVERRUN
         try:
-            process.wait(None if limit == float("inf") else limit)
+            process.wait(None if limit == float("inf") else max(limit, 0.0))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
         else:
             return True
         try:
-            process.wait(20)
+            process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         return False
 
-    def _report(self, chunk: Chunk, ended: list[record.Result], seconds: float) -> None:
-        with self.lock:
-            self.results += ended
-            outcomes = Counter(result.outcome for result in ended)
-            said = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-            cut = f", {len(chunk.rows) - len(ended)} did not end" if len(ended) < len(chunk.rows) else ""
-            print(f"{chunk.rows[0].file}: {said}{cut} in {seconds:.0f} s ({chunk.group})", flush=True)
+
+def _report(chunk: Chunk, ended: list[record.Result], seconds: float) -> None:
+    outcomes = Counter(result.outcome for result in ended)
+    said = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()) or "0 rows"
+    cut = f", {len(chunk.rows) - len(ended)} did not end" if len(ended) < len(chunk.rows) else ""
+    print(f"{chunk.rows[0].file}: {said}{cut} in {seconds:.0f} s ({chunk.group})", flush=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import subprocess
 import sys
 import time
-from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -24,7 +26,9 @@ from tests.long_tier.order import (
     next_chunk,
     seconds_of,
 )
-from tests.long_tier.run import Run, changed_files
+from tests.long_tier.run import Run, changed_files, row_of
+from tests.mutants import test_mutants
+from tests.mutants.test_mutants import MUTANTS
 
 BUGS = "tests/mutants/test_mutants.py::test_the_suite_goes_red"
 ROWS = [
@@ -113,7 +117,9 @@ def git(folder, *words):
     subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
 
 
-def test_what_changed(tmp_path):
+def test_what_changed(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("GIT_")]:  # set by a hook of this repository
+        monkeypatch.delenv(name)
     assert changed_files(tmp_path) == set(), "no repository"
     git(tmp_path, "init", "-q")
     for name in ("a.py", "b.py", "c.py"):
@@ -123,10 +129,27 @@ def test_what_changed(tmp_path):
     assert changed_files(tmp_path) == set(), "no history"
     (tmp_path / "a.py").write_text("other\n")
     git(tmp_path, "mv", "b.py", "moved.py")
+    (tmp_path / "moved.py").write_text("b.py\n" * 39 + "import c\n")
     git(tmp_path, "commit", "-qam", "second")
     assert changed_files(tmp_path) == {"a.py"}
     (tmp_path / "c.py").write_text("not committed\n")
-    assert changed_files(tmp_path) == {"a.py", "c.py"}
+    (tmp_path / "new.py").write_text("not added\n")
+    assert changed_files(tmp_path) == {"a.py", "c.py", "new.py"}
+    monkeypatch.setenv("PATH", "")
+    assert changed_files(tmp_path) == set(), "no git"
+
+
+def test_a_deliberate_bug_names_the_file_that_it_changes(request):
+    class Item:
+        nodeid, callspec = f"{BUGS}[a]", SimpleNamespace(params={"mutant": MUTANTS[0]})
+
+        @staticmethod
+        def get_closest_marker(name):
+            return None
+
+    assert row_of(Item).bug_in == f"fnaccel/{MUTANTS[0].file}"
+    assert "mutant" in inspect.signature(test_mutants.test_the_suite_goes_red).parameters
+    assert row_of(request.node).bug_in is None
 
 
 @pytest.fixture
@@ -141,6 +164,17 @@ def checkout(tmp_path, monkeypatch):
         "def test_skips(): pytest.skip('why')\n"
     )
     (tmp_path / "test_b.py").write_text("import time\ndef test_sleeps(): time.sleep(100)\n")
+    (tmp_path / "test_c.py").write_text(
+        "import os, pytest, time\n"
+        "def test_passes(): pass\n"
+        "@pytest.mark.parametrize('code', [0, 1])\n"
+        "def test_leaves(code): os._exit(code)\n"
+        "@pytest.fixture\n"
+        "def slow():\n"
+        "    yield\n"
+        "    time.sleep(100)\n"
+        "def test_fails(slow): assert False\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(record.__file__).rpartition("/tests/")[0])
     return tmp_path
 
@@ -163,19 +197,61 @@ def test_chunks_run_and_their_rows_are_recorded(checkout, capsys):
     said = capsys.readouterr().out
     assert "test_a.py: 1 passed, 1 failed, 1 skipped in" in said
     assert "assert 2 == 1" in said, "a failure is shown"
+    assert run.code == 1
+
+
+def test_why_a_row_is_skipped_is_shown(checkout, capsys):
+    run = Run(checkout, in_order(rows_of("test_a.py::test_skips"), set(), "", {}))
+    run.work()
+    assert "SKIPPED [1] test_a.py:5: why" in capsys.readouterr().out
+    assert run.code == 0
 
 
 def test_a_row_that_is_gone_is_an_error(checkout, capsys):
     run = Run(checkout, in_order(rows_of("test_a.py::test_absent"), set(), "", {}))
     run.work()
-    assert run.broken == ["test_a.py: pytest ended with 4"]
+    assert run.broken == ["test_a.py: pytest ended with 4, after 0 of 1 rows"]
     assert "not found" in capsys.readouterr().out
+    assert run.code == 1
 
 
-def test_an_environment_that_can_not_be_made_ends_the_run(checkout):
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_process_that_leaves_before_its_last_row_is_an_error(checkout, code):
+    rows = rows_of("test_c.py::test_passes", f"test_c.py::test_leaves[{code}]")
+    run = Run(checkout, [Chunk(GROUPS[2], tuple(rows), 1.0)])
+    run.work()
+    assert [result.outcome for result in run.results] == ["passed"]
+    assert run.broken == [f"test_c.py: pytest ended with {code}, after 1 of 2 rows"]
+    assert run.code == 1
+
+
+@pytest.mark.long  # it waits for ten seconds
+def test_a_row_that_failed_counts_if_its_teardown_is_cut(checkout, capsys, monkeypatch):
+    monkeypatch.setattr("tests.long_tier.run.OVERRUN", 8.0)
+    run = Run(checkout, [Chunk(GROUPS[2], tuple(rows_of("test_c.py::test_fails")), 0.0)], time.time() + 1)
+    run.work()
+    assert [result.outcome for result in run.results] == ["failed"]
+    assert run.code == 1
+    assert "assert False" in capsys.readouterr().out
+
+
+def test_an_environment_that_can_not_be_made_is_an_error_and_other_rows_run(checkout, capsys):
     row = Row("test_a.py::test_passes", target="absent", python=sys.executable)
-    with pytest.raises(SystemExit, match="make absent failed"):
-        Run(checkout, in_order([row], set(), "", {})).work()
+    chunks = [Chunk(GROUPS[2], (each,), 1.0) for each in (row, row, *rows_of("test_c.py::test_passes"))]
+    run = Run(checkout, chunks)
+    run.work()
+    assert [result.id for result in run.results] == ["test_c.py::test_passes"]
+    assert run.broken == ["make absent ended with 2"]
+    assert "No rule to make target" in capsys.readouterr().out
+
+
+def test_an_environment_that_is_not_made_in_time_is_no_failure(checkout, monkeypatch):
+    monkeypatch.setattr("tests.long_tier.run.OVERRUN", 1.0)
+    monkeypatch.setattr("tests.long_tier.run.PATIENCE", 0.1)
+    (checkout / "Makefile").write_text("env:\n\tsleep 100\n")
+    run = Run(checkout, [Chunk(GROUPS[2], tuple(rows_of("test_a.py::test_passes")), 0.0)], time.time() + 1)
+    run.work()
+    assert (run.results, run.broken, run.code) == ([], [], 0)
 
 
 def test_after_the_deadline_nothing_starts(checkout):
@@ -192,10 +268,3 @@ def test_a_chunk_that_takes_too_long_is_ended_and_is_no_failure(checkout, capsys
     run.work()
     assert (run.results, run.broken) == ([], [])
     assert "1 did not end" in capsys.readouterr().out
-
-
-def test_every_chunk_of_a_run_ends_up_in_its_results(checkout):
-    wanted = rows_of("test_a.py::test_passes", "test_a.py::test_fails_once[1]")
-    run = Run(checkout, [Chunk(GROUPS[2], (row,), 1.0) for row in wanted])
-    run.work()
-    assert sorted(result.id for result in run.results) == sorted(row.id for row in chain(wanted))

@@ -38,10 +38,7 @@ def eager(pools, strategy, kind):
 
 
 def _row(strategy, scope, kind):
-    """All kinds on one rank, the first few on two: the others take minutes."""
-    long = strategy != "local" and kind not in FEW
-    name = "-".join((strategy, scope, kind)).replace(" ", "_")
-    return pytest.param(strategy, scope, kind, id=name, marks=pytest.mark.long if long else ())
+    return pytest.param(strategy, scope, kind, id="-".join((strategy, scope, kind)).replace(" ", "_"))
 
 
 @pytest.mark.long_except(

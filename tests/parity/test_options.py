@@ -55,11 +55,8 @@ def averages(row):
     return average
 
 
-LONG = {"compile": pytest.mark.long, "fp64": pytest.mark.long}  # a compiled row takes seconds
-
-
 @pytest.mark.long_except(r"accumulate")
-@pytest.mark.parametrize("crossed", [pytest.param(name, marks=LONG.get(name, ())) for name in CROSSED])
+@pytest.mark.parametrize("crossed", list(CROSSED))
 @pytest.mark.parametrize("strategy", OPTIONS)
 def test_an_option_beside_others(pools, strategy, crossed):
     row = Row(strategy=strategy, ranks=RANKS, **CROSSED[crossed])

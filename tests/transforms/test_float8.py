@@ -89,10 +89,8 @@ def world():
         yield started
 
 
-@pytest.mark.parametrize(
-    "recipe", [RECIPES[0], *(pytest.param(r, marks=pytest.mark.long) for r in RECIPES[1:])]
-)
 @pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_digits_within_a_point_of_bf16(recipe, world):
     assert accuracy("bf16") > 0.95
     assert accuracy(fp8(recipe)) > accuracy("bf16") - 0.01

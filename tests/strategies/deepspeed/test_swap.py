@@ -10,9 +10,7 @@ from tests.examples.test_examples import run
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("precision", "most"), [("fp32", 1e-5), pytest.param("bf16", 2e-2, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("precision", "most"), [("fp32", 1e-5), ("bf16", 2e-2)])
 def test_train_gpt(tmp_path, precision, most):
     def curve(strategy):
         path = tmp_path / "losses.json"

@@ -77,13 +77,8 @@ ROWS = {
 }  # fmt: skip
 
 
-LONG = ("captured sequence", "captured cut logits", "fsdp, captured")  # compilation takes over 10 s
-
-
 @pytest.mark.long_except(r"^(?!captured|fsdp, )")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in ROWS]
-)
+@pytest.mark.parametrize("name", list(ROWS))
 def test_parity(pools, name):
     """The loss, the norm that clips, and the parameters are those of one process."""
     ranks, strategy, options = ROWS[name]
