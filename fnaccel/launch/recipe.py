@@ -13,7 +13,7 @@ import attrs
 
 from fnaccel.errors import ConfigError, LaunchError, nearest
 from fnaccel.launch.options import at_least, option, read_pair, rule
-from fnaccel.launch.sections import CARRIERS, HostsRecipe, SageMakerRecipe, TpuVmRecipe, as_slurm
+from fnaccel.launch.sections import CARRIERS, HostsRecipe, SageMakerRecipe, TpuVmRecipe, as_slurm, one_line
 from fnaccel.world.paths import optional_path
 from fnaccel.world.settings import parse_value
 
@@ -173,7 +173,8 @@ class LaunchRecipe:
         debug: turn on the checks of PyTorch's collectives, and C++ stacks.
 
     Raises:
-        ConfigError: `gpus` are no GPUs, a variable is no text, or there is no such carrier.
+        ConfigError: `gpus` are no GPUs, a variable is no text, there is no such carrier, or a text that is no
+            shell line has a control character, such as a newline.
 
     Example:
         >>> launch = fa.config.LaunchRecipe(ranks=2, restarts=3, env={"NCCL_DEBUG": "WARN"})
@@ -270,6 +271,10 @@ class LaunchRecipe:
     quiet: bool = option("-q --quiet", "print failures only", default=False, group=_MORE)
     debug: bool = option("--debug", "check collectives, and show C++ stacks", default=False, group=_MORE)
     # fmt: on
+
+    def __attrs_post_init__(self) -> None:
+        names = [field.name for field in attrs.fields(LaunchRecipe)]  # not a job's arguments
+        one_line({name: value for name, value in attrs.asdict(self).items() if name in names}, "launch")
 
     @property
     def several(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
+from unicodedata import category
 
 import attrs
 
@@ -81,6 +82,26 @@ def as_slurm(value: object) -> dict[str, Any]:
         lines = options["setup"]
         options["setup"] = tuple(lines.splitlines() if isinstance(lines, str) else lines)
     return options
+
+
+_SHELL_LINES = ("launch.slurm.setup", "launch.tpu_vm.commands")
+_QUOTED = ("launch.env.", "launch.tpu_vm.env.")  # values of variables: a certificate has several lines
+
+
+def one_line(value: object, field: str) -> None:
+    """Raise ConfigError if a text has a control character: a newline would add a line to a job script."""
+    if field in _SHELL_LINES or field.startswith(_QUOTED):
+        return
+    if isinstance(value, Mapping):
+        for name, entry in cast(Mapping[Any, Any], value).items():
+            one_line(str(name), field)
+            one_line(entry, f"{field}.{name}")
+    elif isinstance(value, list | tuple):
+        for entry in cast(Iterable[Any], value):
+            one_line(entry, field)
+    elif isinstance(value, str) and any(category(character) == "Cc" for character in value):
+        what = f"{value!r} has a control character, which may become a line of a job script"
+        raise ConfigError(what, where=field, fix=f"write it on one line, or as {' or '.join(_SHELL_LINES)}")
 
 
 @attrs.frozen(kw_only=True)

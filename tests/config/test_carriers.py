@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
-from fnaccel.config import from_yaml, to_yaml
+from fnaccel.config import LaunchRecipe, TpuVmRecipe, from_yaml, to_yaml
 from fnaccel.errors import ConfigError
 
 TEXT = """
@@ -62,3 +63,31 @@ def test_every_field_goes_through_yaml_and_back():
 def test_mistakes_name_the_field(text, says):
     with pytest.raises(ConfigError, match=says):
         from_yaml(f"launch:\n  {text}")
+
+
+NEWLINES = {
+    "slurm": [{"partition": "gpu\ntouch x"}, {"job-name": "a\n#SBATCH --uid=0"}, {"account": "a\rb"}, {"output": "o\n"},
+              {"nodes": ["a", "b\n"]}, {"qos\ntouch x": "a"}],
+    "tpu_vm": [{"workers": "all\ntouch x"}, {"zone": "z\n"}, {"install": "a\nb"}, {"env": {"A\nB": "1"}}],
+    "hosts": [{"file": "a\nb"}],
+    "sagemaker": [{"job_name": "a\nb"}, {"arguments": {"a": ["b\x00"]}}],
+    "kubernetes": [{"name": "a\nb"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "options"), [(section, options) for section, each in NEWLINES.items() for options in each]
+)
+def test_a_newline_adds_no_line_to_a_job_script(section, options):
+    with pytest.raises(ConfigError, match="has a control character") as raised:
+        from_yaml(yaml.safe_dump({"launch": {section: options}}))
+    assert raised.value.where.startswith(f"launch.{section}")
+
+
+def test_shell_lines_and_values_of_variables_may_have_several_lines():
+    launch = LaunchRecipe(
+        slurm={"setup": "module load cuda\nmodule load nccl"},
+        env={"CERTIFICATE": "first\nsecond"},
+        tpu_vm=TpuVmRecipe(commands=("for a in b\ndo c\ndone",), env={"A": "1\n2"}),
+    )
+    assert launch.slurm["setup"] == ("module load cuda", "module load nccl")

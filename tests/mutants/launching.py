@@ -24,4 +24,9 @@ MUTANTS = [
         "if isinstance(answer, tuple) and not is_state(answer[0]):", "if False:",
         ("tests/launch/test_foreign_values.py", "-k", "stranger and state"),
     ),
+    Mutant(
+        "a newline in a section is a line of the job script", "launch/sections.py",
+        'any(category(character) == "Cc" for character in value)', "False",
+        ("tests/config/test_carriers.py", "-k", "adds_no_line and slurm"),
+    ),
 ]  # fmt: skip
