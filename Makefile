@@ -71,7 +71,11 @@ test-services: .venv-services/.services .venv-sagemaker3/.sagemaker  ## carriers
 	touch $@
 
 # what other versions of torch run beside a part of the parity matrix
-SAMPLE := tests/loop tests/models tests/optim tests/checkpoint tests/program/test_program.py tests/step tests/tree tests/world
+SAMPLE := tests/optim tests/checkpoint tests/tree tests/world tests/models/test_blocks.py tests/program/test_program.py \
+	tests/step/test_concat.py $(addprefix tests/loop/test_,batch_size.py preemption.py running.py) \
+	$(addprefix tests/promises/test_,notebooks.py paths.py random.py)
+ENGINES := $(addprefix tests/strategies/test_,engines.py shard_dims.py torch_buckets.py) \
+	tests/engine/test_order_of_passes.py tests/engine/test_shaped_aux.py tests/program/test_offloaded_parts.py
 
 # torch_xla links against one release of torch, so XLA has an environment of its own (7 GB)
 XLA := .venv-xla/bin
@@ -96,7 +100,7 @@ VERSION := .venv-torch-$(TORCH)-$(notdir $(PYTHON))
 .PHONY: test-version
 
 test-version: $(VERSION)/.version  ## a sample of the suite on torch TORCH and Python PYTHON
-	$(VERSION)/bin/python -m pytest $(SAMPLE) tests/engine tests/strategies/test_*.py
+	$(VERSION)/bin/python -m pytest $(SAMPLE) $(ENGINES)
 	$(VERSION)/bin/python -m pytest tests/parity/test_matrix.py -k "fp32 and (local or ddp or -2- or -4-)"
 
 $(VERSION)/.version: pyproject.toml constraints.txt

@@ -40,9 +40,8 @@ RUNS_PER_GROUP = 64
 
 _STOP = b"stop"
 _GRACE = 5.0  # seconds that ranks get to answer once another one has failed
-_STACKS = getattr(
-    signal, "SIGRTMAX", signal.SIGUSR1
-)  # asks for stacks. A loop that saves takes SIGUSR1 for itself
+# asks a rank for its stacks. A loop that saves takes SIGUSR1 for itself
+_STACKS = getattr(signal, "SIGRTMAX", signal.SIGUSR1)
 
 
 @attrs.frozen
