@@ -49,7 +49,7 @@ def test_a_cut_changes_no_bit(pools, tmp_path_factory, drawn, cuts):
         assert [name for name in end if not torch.equal(end[name], end_again[name])] == []
 
 
-@pytest.mark.long_except(r"plain-(iterable|any iterable|iterable that skips)$")
+@pytest.mark.long_except(r"plain-(workers|iterable|any iterable)$")
 @pytest.mark.parametrize("loader", SAME_ON_ANY_RANKS)
 @pytest.mark.parametrize("shards", ["plain", "window"])
 def test_other_ranks_go_on_with_the_same_samples(pools, tmp_path, loader, shards):
