@@ -304,7 +304,7 @@ def read_swanlab(folder):
         record = record_pb2.Record()
         record.ParseFromString(data)
         kind = record.WhichOneof("record_type")
-        if kind == "scalar":
+        if kind == "scalar" and not record.scalar.key.startswith("__swanlab__"):  # it watches the machine
             written.add(record.scalar.key, record.scalar.step, record.scalar.value.number)
         elif kind == "media":
             [item] = record.media.value.items
