@@ -24,13 +24,13 @@ from fnaccel.errors import CapabilityError, FnaccelError, LossError
 from fnaccel.step.loss import (
     Scalar,
     check_attached,
-    check_divided,
     check_reached,
     check_weight,
     gradients_changed,
     read_loss,
 )
 from fnaccel.step.loss_info import Informed
+from fnaccel.step.total_graph import TotalCheck
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import enter
 from fnaccel.world.random_streams import fold
@@ -46,6 +46,7 @@ class Loss:
         weight_fn: weight from the batch alone, or None.
         sync_each: average over ranks after each micro-batch, not once.
         informed: the loss function inside of `fn`, if it takes `info`.
+        check: what the first update shows of its total.
     """
 
     fn: Callable[..., Any]
@@ -53,6 +54,7 @@ class Loss:
     weight_fn: Callable[[Any], Any] | None = None
     sync_each: bool = False
     informed: Informed | None = None
+    check: TotalCheck = attrs.field(factory=TotalCheck, eq=False)
 
 
 @attrs.frozen
@@ -169,7 +171,7 @@ class Passes:
             engine.hooks.micro_batch(counts)
         first = engine.layout.leaves[0].param if engine.layout.leaves else None
         before = None if first is None else first.grad
-        read = functools.partial(self._read, counts)
+        read = functools.partial(self._read, index)
         if given is None:
             total = engine.forward.run(read, micro_batch.data)
         else:
@@ -179,12 +181,13 @@ class Passes:
             raise gradients_changed(self._loss.where)
         return total, self._totals.counts
 
-    def _read(self, counts: bool, model: object, *args: Any) -> torch.Tensor:
+    def _read(self, index: int, model: object, *args: Any) -> torch.Tensor:
         """The total of the loss. Its other parts go to the totals, since hooks of modules see all outputs."""
-        parts = read_loss(self._loss.fn(model, *args), self._loss.where)
-        if self._inputs.step == 0 and self._loss.weight_fn is None:
-            check_divided(parts, self._loss.where)
-        return self._totals.take(parts, valid=counts)
+        loss, totals = self._loss, self._totals
+        parts = read_loss(loss.fn(model, *args), loss.where)
+        if self._inputs.step == 0:
+            loss.check.take(parts, loss.where, None if loss.weight_fn is None else totals.weight_of(index))
+        return totals.take(parts, valid=self._micro_batches[index].valid > 0)
 
     def backward(self, index: int, after_forward: tuple[torch.Tensor, bool]) -> None:
         """Differentiate a micro-batch's total. `after_forward` is what its `forward` returned."""

@@ -33,6 +33,8 @@ def evaluate(
 ) -> Any:
     """Metrics over all of a data set: every row counts once, whatever the ranks and the remainder.
 
+    Totals of an `fa.Mean` are not checked: `train_step.check_totals(state, metric_fn, batch)` does that.
+
     Args:
         train_step: whose model is evaluated (in evaluation mode, without gradients).
         state: its live state. Nothing is donated.
@@ -50,8 +52,7 @@ def evaluate(
         LoaderError: no data.
         ArgumentError: `ema` without `with_ema`, or not shards. Or ranks train apart, and don't hold the same
             values after this step.
-        LossError: `fa.Concat`, if the ranks of one row each have a part of it. Or an `fa.Mean` with a mean in
-            the place of its total: see `train_step.check_totals`.
+        LossError: `fa.Concat`, if the ranks of one row each have a part of it.
 
     Example:
         >>> def score(model, batch):
@@ -84,12 +85,9 @@ def evaluate(
         if progress and train_step.mesh.world.is_main:
             bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
             batches = ticking(batches, bar)
-        checked, before = False, 0
+        before = 0
         informed = takes_info(metric_fn)
         for batch in batches:
-            if not checked:
-                train_step.check_totals(state, metric_fn, batch.data)
-                checked = True
             fn: Callable[..., Any] = scored
             if informed:
                 placed = attrs.evolve(batch, first=None if batch.first is None else before + batch.first)

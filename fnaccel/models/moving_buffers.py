@@ -8,7 +8,7 @@ Constant buffers, such as masks, are not copied: only those that changed in an e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -118,3 +118,26 @@ def buffer_slots(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
             if name in persistent:
                 slots.append((name, module, attribute))
     return slots
+
+
+@contextlib.contextmanager
+def passes_put_back(roots: Iterable[nn.Module], streams: Sequence[torch.Generator]) -> Generator[None]:
+    """After passes beside those of an update, buffers and random streams are as before them.
+
+    A buffer that a first forward registers goes again: its size may be that of these rows.
+    """
+    slots = [_torch.buffers_of(module) for root in roots for module in root.modules()]
+    held = [(slot, dict(slot)) for slot in slots]
+    copies = [(x, x.clone()) for _, named in held for x in named.values() if x is not None]
+    states = [(stream, stream.get_state()) for stream in streams]
+    try:
+        yield
+    finally:
+        for stream, state in states:
+            stream.set_state(state)
+        for slot, named in held:
+            slot.clear()
+            slot.update(named)
+        with torch.no_grad():
+            for buffer, before in copies:
+                buffer.copy_(before)

@@ -23,11 +23,11 @@ from fnaccel.engine.totals import Totals
 from fnaccel.engine.updater import Updater
 from fnaccel.errors import CapabilityError
 from fnaccel.extend import Capture, Engine, Gradients, MicroBatches
+from fnaccel.models.moving_buffers import passes_put_back
 from fnaccel.optim import kernels
-from fnaccel.program.put_back import passes_put_back
 from fnaccel.program.step_graph import Finished, FinishInputs, StepGraph, filled
 from fnaccel.program.tail import Tail
-from fnaccel.step.loss import check_attached, check_divided, read_loss
+from fnaccel.step.loss import check_attached, read_loss
 from fnaccel.step.settings import Compiler
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import enter
@@ -148,7 +148,7 @@ class CapturedStep:
             parts = read_loss(run(self.loss.fn, data, *lent_models), self.loss.where)
             check_attached(parts.total, self.loss.where)
             if self.loss.weight_fn is None:
-                check_divided(parts, self.loss.where)
+                self.loss.check.take(parts, self.loss.where)
             check_aux(parts.aux)
             grads: Any = torch.autograd.grad(parts.total, params, allow_unused=True)
             self._graph.check_reached(grads)
@@ -261,6 +261,8 @@ class CapturedPasses:
             LossError: one micro-batch returned an `fa.Mean`, and another a bare loss.
         """
         step, out, aux, device = self._step, self._finished, self._aux, self._device
+        if self._inputs.step == 0 and step.group is None and step.kind(out.weighted) is not False:
+            step.loss.check.undecided(step.loss.where)  # no rank has run the loss by itself
         if len(self._kinds) > 1 and step.loss.weight_fn is None:
             raise mixed_kinds("micro-batch")
         # an answer that lets no step go on raises in the next one: the program has done this update already

@@ -74,7 +74,7 @@ class Instance:
         position: compares the positions of batches between ranks, or None.
         meter: counts compilations, or None.
         moved: whether a step reached its end.
-        probed, cut_fails, checked: what the checks before the first update found.
+        probed, cut_fails: what the check before the first update found.
         source: facts about the loader of the newest batch.
         buffer_slots: the module, attribute and canonical name of each buffer.
     """
@@ -96,7 +96,6 @@ class Instance:
         self.moved = False
         self.probed = False  # whether the cut model was compared with the whole one
         self.cut_fails = False  # whether the cut model raised in that
-        self.checked: set[object] = set()  # the code whose totals were compared
         self.source: Mapping[str, Any] | None = None
         self._built = built
         self._nested = None not in built.modules

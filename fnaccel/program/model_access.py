@@ -13,19 +13,21 @@ from fnaccel.data.batch import Batch
 from fnaccel.data.cut import rows_of
 from fnaccel.data.micro_batches import MicroBatch
 from fnaccel.engine.update_facts import UpdateFacts
+from fnaccel.models.moving_buffers import passes_put_back
 from fnaccel.program.averaged import Averaged
-from fnaccel.program.doubled_row import check_metrics
+from fnaccel.program.doubled_row import OF_WEIGHT_FN, check_doubled
 from fnaccel.program.look import LOOK, flops_of, look_at
 from fnaccel.program.lower import Lowered
 from fnaccel.program.probe import Probed, check_forward, fits, is_split, short
-from fnaccel.program.put_back import put_back
 from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update_guard import TorchModes, keeping_modes
 from fnaccel.state import TrainState, check_ema, lease_of
+from fnaccel.step.loss import Mean, read_loss
 from fnaccel.step.loss_info import LossInfo, takes_info
 from fnaccel.step.spec import Spec
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import within
+from fnaccel.world.random_streams import generators_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -212,13 +214,15 @@ class ModelAccess:
         return Averaged(instance.engine, lease)
 
     def check_totals(self, state: TrainState, fn: Callable[..., Any], batch: Tree) -> None:
-        """See that each `fa.Mean` that a metric function returns holds a total and its weight, not a mean.
+        """See that each `fa.Mean` that a function returns holds a total and its weight, not a mean.
 
-        The function gets the first row, and that row twice, once for each function. `fa.evaluate` does it.
+        The function gets the first row, and that row twice: a sum doubles, a mean stays. It is called two to
+        four times, in evaluation mode. Afterwards buffers, modes and torch's random streams are as before.
+        What else it changes, such as a list or another model's optimizer, stays changed.
 
         Args:
             state: the live state.
-            fn: `fn(model, batch)`, as for `fa.evaluate`.
+            fn: the loss function, or a metric function as for `fa.evaluate`.
             batch: this rank's batch.
 
         Raises:
@@ -228,10 +232,20 @@ class ModelAccess:
             >>> rows = lambda model, batch: fa.Mean(len(batch["tokens"]), weight=1)
             >>> train_step.check_totals(state, rows, batch)
         """
-        instance = self._owner.instance
+        instance, step = self._owner.instance, self._spec.step
         lease_of(state, LOOK, averaged=True)
+        is_loss, weight_fn = fn is step.loss_fn, step.settings.weight_fn
+
+        def parts(output: Any, rows: Tree) -> Any:
+            if is_loss and weight_fn is not None:
+                loss = read_loss(output, "train_step.check_totals")
+                return {OF_WEIGHT_FN: Mean(loss.total, weight_fn(rows)), "aux": loss.aux}
+            return {"the result": output, "aux": output.aux} if isinstance(output, Mean) else output
+
+        told = self._forward(state) if is_loss else self._told(fn, state)
+        run = self._lowered.settings.precision(self.as_loss(told))
         with self._keeping(), within("evaluate"):
-            check_metrics(instance, self._run_of(self._told(fn, state)), fn, batch)
+            check_doubled(instance, run, fn, batch, parts)
 
     def can_probe(self) -> bool:
         """Whether `probe` has anything to compare, and half of the free memory holds the whole model."""
@@ -244,7 +258,8 @@ class ModelAccess:
         """Compare the cut model's loss of one row with that of the whole model, gathered on every rank.
 
         For strategies with `fa.tensor` or `fa.context`, after `init`. The call of step 0 does it if
-        `can_probe()`. Modules are in evaluation mode, nothing is differentiated, and the state stays.
+        `can_probe()`, and the plan says so. Modules are in evaluation mode, nothing is differentiated, and
+        the state stays. What the loss changes beside buffers and torch's random streams stays changed.
 
         Args:
             batch: this rank's batch. Its first row is taken.
@@ -259,32 +274,23 @@ class ModelAccess:
         """
         instance = self._owner.instance
         instance.probed = True
-        settings, step, layout = self._lowered.settings, self._spec.step, instance.engine.layout
-        modules, device = layout.modules, self.mesh.world.device
-        instance.moving_buffers.begin()
-        try:
-            with (
-                self._keeping(),
-                instance.modes.during(training=False),
-                put_back([step.loss_fn], modules, device),
-            ):
-                return check_forward(
-                    settings.precision(self._forward(self._owner.live_state)),
-                    lambda fn, row: look_at(instance, self.as_loss(fn), row, whole=False),
-                    self._spec.model,
-                    layout.parameters,
-                    layout.buffers,
-                    self.mesh,
-                    short(batch),
-                    low=settings.precision.autocast or settings.casts or bool(self._lowered.modules),
-                )
-        finally:
-            instance.moving_buffers.put_back()
+        settings, layout = self._lowered.settings, instance.engine.layout
+        with (
+            self._keeping(),
+            instance.modes.during(training=False),
+            passes_put_back(layout.modules, generators_of(self.mesh.world.device)),
+        ):
+            return check_forward(
+                settings.precision(self._forward(self._owner.live_state)),
+                lambda fn, row: look_at(instance, self.as_loss(fn), row, whole=False),
+                self._spec.model,
+                layout.parameters,
+                layout.buffers,
+                self.mesh,
+                short(batch),
+                low=settings.precision.autocast or settings.casts or bool(self._lowered.modules),
+            )
 
     def _keeping(self) -> contextlib.AbstractContextManager[None]:
         """If the body is interrupted, grad mode and autocast are as before."""
         return keeping_modes(self._autocast_on)
-
-    def _run_of(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the model and a batch as the step runs it: its part, under its precision."""
-        return self._lowered.settings.precision(self.as_loss(fn))

@@ -13,10 +13,12 @@ import attrs
 from torch import nn
 
 from fnaccel.models._torch import BatchNorm
+from fnaccel.models.building import has_factories
 from fnaccel.models.gradient_hooks import hook_notes
 from fnaccel.models.module_modes import mode_notes
 from fnaccel.models.note import Note, count_of
 from fnaccel.program.plan import Plan
+from fnaccel.program.probe import is_split
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.footprint import CutsParameters, Reshards
 from fnaccel.strategies.shard_dims import shard_notes
@@ -32,7 +34,13 @@ def model_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> tuple[No
     if spec.optimizers is None:
         return ()
     hooks = () if spec.step.settings.weight_fn is not None else hook_notes(modules)
-    return (*mode_notes(modules), *hooks, *_norm_notes(modules, spec), *_shard_notes(modules, spec))
+    notes = (*mode_notes(modules), *hooks, *_norm_notes(modules, spec), *_shard_notes(modules, spec))
+    return (*notes, Note(_PROBED)) if is_split(spec.mesh) and has_factories(spec.model) else notes
+
+
+_PROBED = (
+    "before the first update the loss is called with one row, to compare the cut model with the whole one"
+)
 
 
 def _norm_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> list[Note]:

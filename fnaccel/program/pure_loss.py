@@ -16,7 +16,8 @@ from fnaccel.engine.combine import check_aux, combined, pick, unpick
 from fnaccel.engine.passes import Loss
 from fnaccel.models.building import Host
 from fnaccel.models.parameter_values import run_with
-from fnaccel.step.loss import check_divided, check_weight, masked, read_loss
+from fnaccel.step.loss import check_weight, masked, read_loss
+from fnaccel.step.total_graph import check_total
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -120,7 +121,7 @@ class PureLoss:
         parts = read_loss(out, loss.where)
         weight = parts.weight if known is None else check_weight(known, loss.where)
         if known is None and not torch.compiler.is_compiling():
-            check_divided(parts, loss.where)
+            check_total(parts, loss.where)
         check_aux(parts.aux)
         total, weight = masked(parts.total, weight)
         return total, weight, parts.aux, now

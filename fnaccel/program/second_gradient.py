@@ -18,8 +18,8 @@ from fnaccel.engine.gradients import Gradients, differences, part_like, with_cop
 from fnaccel.engine.passes import Inputs, Outcome
 from fnaccel.engine.user_draws import pausing
 from fnaccel.errors import CapabilityError, TreeMismatchError
+from fnaccel.models.moving_buffers import passes_put_back
 from fnaccel.program.instance import Instance
-from fnaccel.program.put_back import passes_put_back
 from fnaccel.tree import Tree
 
 _WHERE = "info.gradients_at(params)"

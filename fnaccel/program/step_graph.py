@@ -193,7 +193,7 @@ class StepGraph:
         informed = self._loss.informed
         if informed is not None:
             informed.info = info
-        total, weight, aux, weighted = read_loss(run(self._loss.fn, data, *lent_models), self._loss.where)
+        total, weight, aux, weighted, _ = read_loss(run(self._loss.fn, data, *lent_models), self._loss.where)
         if informed is not None:
             informed.info = None  # what is left here at the end would be an output of the graph
         check_attached(total, self._loss.where)

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+import attrs
+
 from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
@@ -15,7 +17,6 @@ from fnaccel.models.building import check_factories
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.assemble import assemble
 from fnaccel.program.compile_meter import Compilation
-from fnaccel.program.doubled_row import check_loss
 from fnaccel.program.gradient import GRADIENT, gradient
 from fnaccel.program.launcher_flags import choose
 from fnaccel.program.lent_models import LentModels
@@ -37,7 +38,7 @@ from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.flags import take_for_steps
 from fnaccel.world.interrupts import SigintHeld
-from fnaccel.world.progress_marks import within, within_step
+from fnaccel.world.progress_marks import within
 from fnaccel.world.world import World, current
 
 
@@ -76,8 +77,12 @@ class TrainStep(ModelAccess):
 
     @property
     def plan(self) -> Plan:
-        """The plan of a call, in order. Print it. After `init` it has notes about the modules."""
-        return self._owner.plan
+        """The plan of a call, in order. Print it. `init` adds notes about the modules.
+
+        So does the first update if the graph of the loss does not show whether its total is one.
+        """
+        plan, note = self._owner.plan, self._lowered.loss.check.note
+        return attrs.evolve(plan, notes=(*plan.notes, note)) if note else plan
 
     @property
     def spec(self) -> Spec:
@@ -144,13 +149,13 @@ class TrainStep(ModelAccess):
             seed += (1 << 64) - 1
         tree.learn_records(extras)
         again = self._owner.initialised
-        self._compare(self.plan, seed)
+        self._compare(self._owner.plan, seed)
         if again:
             check_factories(self._spec.model, repr(self))
             self._owner.forget()
         instance = assemble(self._spec, self._lowered, self._name, seed, self._delegation)
         try:
-            self._compare(with_notes(self.plan, instance.notes), seed)
+            self._compare(with_notes(self._owner.plan, instance.notes), seed)
         except BaseException:
             instance.close()
             raise
@@ -208,8 +213,9 @@ class TrainStep(ModelAccess):
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
             CapabilityError: a model in `given` is cut over ranks that have different rows here.
-            MicroBatchError, LossError: see there. The state stays live. At step 0 an `fa.Mean` is checked for
-                a mean in the place of its total, and a cut model against the whole one: see `probe`.
+            MicroBatchError, LossError: see there. The state stays live. At step 0 the graph of an `fa.Mean`
+                is read for a mean in the place of its total, and a cut model is compared with the whole one:
+                see `probe`.
             RankMismatchError: the batches of ranks have different positions, here or in the step before. Or
                 ranks that share the rows of a batch have different rows in the first batch of an epoch.
             PeerLostError: another rank left, exited or made another call. The message names it.
@@ -217,13 +223,10 @@ class TrainStep(ModelAccess):
         return self._call(state, batch, given=given)
 
     def _check_first(self, batch: Tree, lent: LentModels | None) -> None:
-        """Compare a cut model with the whole one, and totals with their weights, before the first update."""
-        instance, step = self._owner.instance, self._spec.step
+        """Compare a cut model with the whole one before the first update."""
+        instance = self._owner.instance
         if lent is None and not instance.probed and self.can_probe():  # a lent model may be cut as well
             probe_first(instance, self.probe, batch)
-        with self._keeping(), within_step(0, self._name, shares=instance.shares):
-            run = self._run_of(self._forward(self._owner.live_state))
-            check_loss(instance, self._lowered, run, step.loss_fn, batch, lent)
 
     def settle(self) -> None:
         """Let transforms act on the last steps, as they would in the next call. `fa.scan` does so at its end.

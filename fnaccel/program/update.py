@@ -39,7 +39,7 @@ def update(
 
     Args:
         owner: of the state.
-        check_first: compares parts with the whole, and totals with their weights, before the first update.
+        check_first: compares a cut model with the whole one, before the first update.
         state, batch, given: of the call.
     """
     # Whether the call may go on: the state is live, the model is as it was built, the batch can be cut.

@@ -19,7 +19,6 @@ from fnaccel.errors import LossError
 from fnaccel.tree import Tree
 
 _PLAIN = (int, float, torch.Tensor)
-_MEAN = 1  # torch's number of reduction="mean"
 
 Scalar = int | float | torch.Tensor
 """A number, or a 0-d tensor on any device."""
@@ -36,7 +35,7 @@ class Mean:
             broadcasts to it.
         aux: any pytree to report beside the loss. Its leaves combine as their type says
             (`Mean`, `Sum`, `Concat`). A bare tensor is averaged.
-        of_mean: whether `fa.Mean.of` made it, for messages.
+        of_mean: whether `fa.Mean.of` made it, for the check of totals.
 
     Example:
         >>> logits, labels = GPT()(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
@@ -188,12 +187,16 @@ def _is_number(value: Tree) -> bool:
 
 
 class LossParts(NamedTuple):
-    """The parts of a loss function's output. `weighted` if it gave a weight of its own."""
+    """The parts of a loss function's output.
+
+    `weighted` if it gave a weight of its own, `of_mean` if by `fa.Mean.of`.
+    """
 
     total: torch.Tensor
     weight: Scalar
     aux: Any
     weighted: bool
+    of_mean: bool = False
 
 
 def read_loss(output: Tree, where: str) -> LossParts:
@@ -229,7 +232,8 @@ def read_loss(output: Tree, where: str) -> LossParts:
             where=where,
             fix="sum it and say how many: fa.Mean(loss.sum(), weight=loss.numel())",
         )
-    return LossParts(total, check_weight(weight, where), aux, weighted)
+    of_mean = isinstance(output, Mean) and output.of_mean
+    return LossParts(total, check_weight(weight, where), aux, weighted, of_mean)
 
 
 def _no_tensor(output: Tree, where: str) -> LossError:
@@ -275,26 +279,6 @@ def check_weight(weight: Scalar, where: str) -> Any:
             "or a 0-d tensor of one",
         )
     return weight
-
-
-def check_divided(parts: LossParts, where: str) -> None:
-    """Raise LossError if the total of an `fa.Mean` is a mean already: its gradient would be too small.
-
-    Only the last operation of the total is looked at, and only a weight that the host can read.
-    """
-    weight, operation = parts.weight, parts.total.grad_fn
-    unknown = isinstance(weight, torch.Tensor) and not readable(weight)
-    if not parts.weighted or operation is None or unknown or float(weight) in (0.0, 1.0):
-        return
-    name = operation.name()
-    divided = name.startswith("MeanBackward") or getattr(operation, "_saved_reduction", None) == _MEAN
-    if divided and getattr(operation, "_saved_self_sym_numel", 2) > 1:
-        raise LossError(
-            f"fa.Mean takes a total, and this one is a mean ({name}): gradients would be {float(weight):g} "
-            "times too small",
-            where=where,
-            fix="fa.Mean.of(mean, weight=...), or sum: reduction='sum'",
-        )
 
 
 def readable(value: torch.Tensor) -> bool:

@@ -85,7 +85,7 @@ def guard_shards(unit: Any, refuse: Callable[[str], None]) -> None:
 
 
 class _ShardGuard:
-    """No closure: `put_back` would follow one into the slots, and undo what FSDP2 changes in them."""
+    """A hook before the forward of a unit, or before `then`: its slots have to hold what FSDP2 put there."""
 
     def __init__(self, slots: list[Any], refuse: Callable[[str], None], then: Any = None) -> None:
         self._slots, self._refuse, self._then = slots, refuse, then

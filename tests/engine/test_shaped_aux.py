@@ -168,21 +168,6 @@ def test_metrics_whose_shapes_differ_raise_by_name(pools):
         pools.run(2, differing_scores, "ranks")
 
 
-def mean_for_a_total():
-    train_step = program()
-    loader = DataLoader(TensorDataset(*batch_of(ROWS)), batch_size=4)
-
-    def metric(_, batch):
-        return fa.Mean(batch[0].mean(0), weight=len(batch[0]))
-
-    fa.evaluate(train_step, train_step.init(), metric, fa.shard(loader))
-
-
-def test_a_vector_of_means_is_no_total(pools):
-    with pytest.raises(errors.LossError, match="takes a total"):
-        pools.run(1, mean_for_a_total)
-
-
 def test_a_complex_sum_raises():
     """It came out as its real part, 0."""
     with fa.start(device="cpu"):

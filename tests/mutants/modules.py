@@ -71,19 +71,26 @@ MUTANTS = [
         ("tests/transforms/test_remat.py", "-k", "moves_no_buffer"),
     ),
     Mutant(
-        "a mean for a total is not noticed", "program/doubled_row.py", "stays = not mean.of_mean and _close(total_2, total)",
-        "stays = False", ("tests/program/test_doubled_row.py", "-k", "given_as_a_total and local and L2"),
+        "a doubled row does not tell a mean", "program/doubled_row.py", "stays = not mean.of_mean and _close(total_2, total)",
+        "stays = False", ("tests/program/test_doubled_row.py", "-k", "wrong_total and local"),
     ),
     Mutant(
-        "the check of totals moves a queue", "program/doubled_row.py", "            instance.moving_buffers.put_back()",
-        "            pass", ("tests/program/test_doubled_row.py", "-k", "queue and local"),
+        "a mean for a total is not noticed", "step/total_graph.py", 'if kinds == {"mean"}:', "if not kinds:",
+        ("tests/step/test_total_graph.py", "-k", "mean_is_seen"),
     ),
     Mutant(
-        "what is lent stays gathered after the check of totals", "program/doubled_row.py",
-        "stack.enter_context(lent.frozen())", "pass", ("tests/strategies/test_engines.py", "-k", "gan"),
+        "a mean times its rows is taken for a mean", "step/total_graph.py", "if counts & {*lasting}:", "if not counts:",
+        ("tests/step/test_total_graph.py", "-k", "sum_is_seen"),
     ),
     Mutant(
-        "a second gradient moves buffers", "program/put_back.py", "slot[name] = buffer.copy_(before)", "pass",
+        "a penalty hides a mean", "step/total_graph.py", '- {"penalty"}', "", ("tests/step/test_total_graph.py", "-k", "mean_is_seen"),
+    ),
+    Mutant(
+        "a buffer of the first forward stays after a check", "models/moving_buffers.py", "            slot.clear()\n", "",
+        ("tests/program/test_doubled_row.py", "-k", "as_before"),
+    ),
+    Mutant(
+        "a second gradient moves buffers", "models/moving_buffers.py", "buffer.copy_(before)", "pass",
         ("tests/program/test_second_gradient.py", "-k", "no_trace and local"),
     ),
     Mutant(
