@@ -8,7 +8,7 @@ all-reduce can stand between them. `torch.where` chooses what stays as it is in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -68,6 +68,8 @@ class PureUpdate:
         >>> sorted(metrics)
         ['loss', 'lr', 'weight']
     """
+
+    made_of_step: ClassVar[bool] = True
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec

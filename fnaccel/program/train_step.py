@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 
@@ -54,6 +54,8 @@ class TrainStep(ModelAccess):
         >>> state.step, metrics["loss"].shape
         (1, torch.Size([]))
     """
+
+    made_of_step: ClassVar[bool] = True
 
     def __init__(self, spec: Spec, lowered: Lowered, plan: Plan, delegation: Delegation | None) -> None:
         mesh = spec.mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, ParamSpec, Protocol, overload
+from typing import Any, ClassVar, ParamSpec, Protocol, cast, overload
 
 import attrs
 
@@ -136,7 +136,7 @@ def takes_step(make: Callable[P, Transform | Chain]) -> TakesStep[P]:
         leads = isinstance(first, Step) or (callable(first) and fits(rest, kwargs))
         if not leads and fits(args, kwargs if callable(first) else None):
             return make(*args, **kwargs)
-        step = as_step(first, where)
+        step = as_step(cast(StepLike, first), where)
         make_of: Callable[..., Any] = make
         return make_of(*rest, **kwargs)(step)
 

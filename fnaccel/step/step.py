@@ -25,7 +25,7 @@ from fnaccel.errors import (
     require,
 )
 from fnaccel.step.callables import plan_text, title
-from fnaccel.step.loss import Scalar
+from fnaccel.step.loss import Mean, Scalar
 from fnaccel.step.loss_info import LossInfo
 from fnaccel.step.settings import Configures, Settings
 from fnaccel.tree import Tree
@@ -70,7 +70,7 @@ class Capability(enum.StrEnum):
 
 EVERYTHING = frozenset(Capability)
 
-LossFn = Callable[..., Any]
+LossFn = Callable[..., Mean | Scalar | tuple[Mean | Scalar, Any]]
 """`loss_fn(model, batch[, given][, info=])`. Returns `fa.Mean`, a scalar, or (scalar, aux)."""
 
 
@@ -407,7 +407,14 @@ def as_step(step: StepLike, where: str) -> Step:
     """
     if isinstance(step, Step):
         return step
-    if _is_transform(step):
+    if _marked(step, "made_of_step") or isinstance(step, nn.Module):
+        raise ArgumentError(
+            f"{type(step).__name__} is no loss function, which transforms and train steps are made of",
+            where=where,
+            fix="fa.train_step(fa.clip_norm(loss_fn, 1.0), model=..., optimizer=...), of a function "
+            "loss_fn(model, batch)",
+        )
+    if _marked(step, "is_transform"):
         raise ArgumentError(
             "this is a transform without a step, not a loss function",
             where=where,
@@ -428,11 +435,11 @@ def as_step(step: StepLike, where: str) -> Step:
     return Step(step)
 
 
-def _is_transform(step: object) -> bool:
-    """Whether it is a transform, a chain, a function that makes one, or a partial of that."""
-    while isinstance(step, functools.partial):
-        step = step.func
-    return getattr(step, "is_transform", False) is True
+def _marked(value: object, mark: str) -> bool:
+    """Whether a value, or what a partial is of, has a mark: `is_transform`, or `made_of_step`."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return getattr(value, mark, False) is True
 
 
 def append(step: StepLike, transform: Transform) -> Step:

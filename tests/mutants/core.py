@@ -259,6 +259,10 @@ MUTANTS = [
         ("tests/laws/test_resume.py", "-k", "law_14"),
     ),
     Mutant(
+        "a transform around a train step is dropped", "step/step.py", 'if _marked(step, "made_of_step") or', "if",
+        ("tests/messages/test_messages.py", "-k", "TrainStep"),
+    ),
+    Mutant(
         "the random streams are forgotten", "checkpoint/restoring.py", "if restorer.refilled and not chosen.partly:", "if False:",
         ("tests/checkpoint/test_user_state.py", "-k", "streams"),
     ),

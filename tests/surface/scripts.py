@@ -103,8 +103,8 @@ import torch
 import fnaccel as fa
 from fnaccel import *
 
-def loss_fn(model: object, batch: object) -> fa.Sum:
-    return fa.Sum(torch.ones(()))
+def loss_fn(model: object, batch: object) -> fa.Mean:
+    return fa.Mean(torch.ones(()), weight=1)
 
 train_step_ = fa.train_step(loss_fn, model=fa.distribute(torch.nn.Identity, "local"), optimizer=fa.sgd(0.1))
 state = train_step_.init()
@@ -165,6 +165,8 @@ MISTAKES = {
     "fa.interchange.adopt('x', like=state, format='zip')": ARGUMENT,
     "fa.interchange.export_hf('x', state, dtype='bf61')": ARGUMENT,
     "fa.with_precision(loss_fn, 'bf61')": ARGUMENT,
+    "fa.clip_norm(train_step_, 1.0)": ARGUMENT,
+    "fa.train_step(train_step_, model=fa.distribute(torch.nn.Identity), optimizer=None)": ARGUMENT,
     "fa.interchange.gather_state_dict(state, dtype='bf61')": ARGUMENT,
     "fa.optim.deepspeed_lr(0.1).nonsense": ATTRIBUTE,
     "fa.transforms.Precision(compute='bf61')": ARGUMENT,
