@@ -260,7 +260,7 @@ MUTANTS = [
     ),
     Mutant(
         "a transform around a train step is dropped", "step/step.py", 'if _marked(step, "made_of_step") or', "if",
-        ("tests/messages/test_messages.py", "-k", "TrainStep"),
+        ("tests/step/test_losses.py", "-k", "goes_around_a_loss"),
     ),
     Mutant(
         "the random streams are forgotten", "checkpoint/restoring.py", "if restorer.refilled and not chosen.partly:", "if False:",

@@ -154,3 +154,24 @@ def weighted_by_the_batch(captured):
 def test_a_weight_of_the_batch_is_treated_alike_in_a_graph(pools):
     eager, captured = (pools.run(2, weighted_by_the_batch, captured) for captured in (False, True))
     assert captured == pytest.approx(eager, rel=1e-6)
+
+
+NO_LOSSES = {
+    "clip_norm": lambda: fa.clip_norm(program(), 1.0),
+    "compile": lambda: fa.compile(program()),
+    "accumulate": lambda: fa.accumulate(program(), 2),
+    "chain": lambda: fa.chain(fa.clip_norm(1.0))(program()),
+    "with_precision": lambda: fa.with_precision(program(), "bf16"),
+    "train_step": lambda: program(program()),
+    "a pure update": lambda: fa.clip_norm(fa.pure(program()), 1.0),
+    "a module": lambda: fa.with_ema(Net(), 0.9),
+}
+
+
+@pytest.mark.parametrize("name", NO_LOSSES)
+def test_a_transform_goes_around_a_loss_and_nothing_else(name):
+    """Around a train step it was dropped without a word."""
+    with pytest.raises(
+        errors.ArgumentError, match=r"is no loss function[\s\S]*fa\.train_step\(fa\.clip_norm"
+    ):
+        NO_LOSSES[name]()
