@@ -123,7 +123,7 @@ def race_clipped(loops: dict[str, Iterator[torch.Tensor]], options: Options) -> 
 
 def ascend(grads: dict[str, Any], info: fa.extend.Info) -> dict[str, Any]:
     """The move of sharpness-aware minimisation."""
-    return fa.tree.scale(grads, RADIUS / fa.tree.norm(grads))
+    return fa.tree.scale(grads, RADIUS / (fa.tree.norm(grads) + 1e-12))
 
 
 def sharpness_aware_by_hand(batch: Any, strategy: str) -> Iterator[torch.Tensor]:

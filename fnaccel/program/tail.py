@@ -61,6 +61,8 @@ class Tail:
                     own = hook.on_gradients(grads, states.get(name), info)
                     if own is not None or name in states:
                         keep_state(states, name, own)
+        if self.skips and self.users:  # what they return may not be finite either
+            grads.skip_where_nonfinite()
         return before
 
     def after_update(

@@ -56,7 +56,8 @@ def perturb(fn: Callable[[dict[str, Any], Info], dict[str, Any]]) -> Transform:
     Args:
         step: a step or a loss function; or none, for `fa.chain`.
         fn: `fn(grads, info) -> moves`, dicts of tensors by parameter name, DTensors if sharded. The gradients
-            are those of all micro-batches and ranks: `fa.tree.norm(grads)` is the norm of the whole gradient.
+            are those of all micro-batches and ranks: `fa.tree.norm(grads)` is the norm of the whole gradient,
+            which may be 0.
 
     Raises:
         ArgumentError: `fn` can't be called.
@@ -65,7 +66,7 @@ def perturb(fn: Callable[[dict[str, Any], Info], dict[str, Any]]) -> Transform:
 
     Example:
         >>> def ascend(grads, info):
-        ...     return fa.tree.scale(grads, 0.05 / fa.tree.norm(grads))
+        ...     return fa.tree.scale(grads, 0.05 / (fa.tree.norm(grads) + 1e-12))
         >>> step = fa.perturb(loss_fn, ascend)
         >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
         >>> state, metrics = train_step(train_step.init(), batch)

@@ -263,6 +263,10 @@ MUTANTS = [
         ("tests/step/test_losses.py", "-k", "goes_around_a_loss"),
     ),
     Mutant(
+        "gradients of a user's transform are not checked", "program/tail.py", "if self.skips and self.users:  # what",
+        "if False:  # what", ("tests/program/test_gradient.py", "-k", "either_side and local"),
+    ),
+    Mutant(
         "the random streams are forgotten", "checkpoint/restoring.py", "if restorer.refilled and not chosen.partly:", "if False:",
         ("tests/checkpoint/test_user_state.py", "-k", "streams"),
     ),

@@ -122,7 +122,43 @@ def test_fp16_is_unscaled():
 
 
 def ascend(grads, info):
-    return fa.tree.scale(grads, 0.05 / fa.tree.norm(grads))
+    return fa.tree.scale(grads, 0.05 / (fa.tree.norm(grads) + 1e-12))
+
+
+def flat_start():
+    layer = nn.Linear(3, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
+def of_squares(model, batch):
+    """Its gradient is 0 if the parameters are."""
+    return fa.Mean(model(batch[0]).square().sum(), weight=len(batch[0]))
+
+
+UNGUARDED = fa.perturb(lambda grads, info: fa.tree.scale(grads, 0.05 / fa.tree.norm(grads)))
+ORDERS = {
+    "inside": lambda loss: UNGUARDED(fa.skip_nonfinite(loss)),
+    "around": lambda loss: fa.skip_nonfinite(UNGUARDED(loss)),
+    "captured": lambda loss: fa.compile(UNGUARDED(fa.skip_nonfinite(loss)), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["local", "ddp", "fsdp"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_move_that_is_not_finite_is_skipped_on_either_side(order, strategy):
+    with fa.start(device="cpu"):
+        train_step = program(ORDERS[order](of_squares), model=flat_start, strategy=strategy)
+        state, metrics = train_step(train_step.init(seed=0), batch_of(8))
+        assert float(metrics["skipped"]) == 1.0
+        assert whole(state.params)["weight"].tolist() == [[0.0] * 3]
+
+
+def test_the_move_of_the_pages_is_finite_without_a_gradient():
+    with fa.start(device="cpu"):
+        train_step = program(fa.perturb(of_squares, ascend), model=flat_start)
+        state, _ = train_step(train_step.init(seed=0), batch_of(8))
+        assert whole(state.params)["weight"].tolist() == [[0.0] * 3]
 
 
 def frozen_and_several():

@@ -230,7 +230,7 @@ def gauss_newton_by_hand():
 
 
 def ascend(grads, info):
-    return fa.tree.scale(grads, 0.05 / fa.tree.norm(grads))
+    return fa.tree.scale(grads, 0.05 / (fa.tree.norm(grads) + 1e-12))
 
 
 def sharpness(strategy, transform, folder):
