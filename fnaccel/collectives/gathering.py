@@ -40,7 +40,7 @@ def gather(value: T, *, valid: int | None = None, over: Over = None, world: Worl
     Raises:
         PeerLostError: a rank left, exited or made another call.
         RankMismatchError: on every rank, if ranks pass different structures, shapes or dtypes.
-        ArgumentError: a leaf is no plain tensor, or has fewer rows than `valid`.
+        ArgumentError: a leaf is no plain tensor, has a graph (in a loss), or has fewer rows than `valid`.
 
     Example, on 2 ranks:
         >>> fa.gather({"loss": torch.tensor(1.0 + world.rank)})

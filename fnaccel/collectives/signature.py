@@ -149,13 +149,17 @@ def tensor_leaves(value: tree.Tree, name: str) -> tuple[list[torch.Tensor], Any,
         plain = (
             type(leaf) is torch.Tensor
             and leaf.layout is torch.strided
-            and not (leaf.is_nested or leaf.is_meta)
+            and not (leaf.is_nested or leaf.is_meta or _in_graph(leaf))
         )
         if not plain and tree.learn(value):
             return tensor_leaves(value, name)
         if not plain and (problem := _not_plain(value, at, leaf, name)):
             return [], structure, problem
     return leaves, structure, None
+
+
+def _in_graph(leaf: torch.Tensor) -> bool:
+    return leaf.grad_fn is not None and torch.is_grad_enabled()
 
 
 def bad_source(src: int, size: int, name: str) -> ArgumentError | None:
@@ -184,6 +188,11 @@ def _not_plain(value: tree.Tree, at: int, leaf: Tree, name: str) -> ArgumentErro
         what, fix = "a nested tensor", "pass torch.nested.to_padded_tensor(leaf, 0.0)"
     elif leaf.layout is not torch.strided or leaf.is_quantized:
         what, fix = f"a {leaf.layout} tensor", "pass leaf.to_dense(), or leaf.dequantize()"
+    elif _in_graph(leaf):
+        what = "part of a graph, and its gradient would end here"
+        fix = (
+            "pass leaf.detach() for a metric. The functions of torch.distributed.nn have a gradient"
+        )
     else:
         return None
     path = tree.paths(value)[at] or "(root)"

@@ -17,6 +17,7 @@ from fnaccel.testing import count_collectives
 from fnaccel.world import world
 from fnaccel.world.world import current
 from tests.random_inputs import DTYPES, lengths, tensors, trees, worlds
+from tests.tiny_models import batch_of, program
 
 
 @attrs.frozen
@@ -326,3 +327,35 @@ def test_a_tensor_without_values_raises_on_all_ranks(pools, everywhere):
     assert "a tensor on the meta device, which has no values" in first
     assert isinstance(second, str)
     assert "meta device" in second
+
+
+COLLECTIVES = {
+    "gather": fa.gather,
+    "gather of some": lambda x: fa.gather(x, valid=1),
+    "reduce": fa.reduce,
+    "broadcast": fa.broadcast,
+    "pad": fa.pad_across_processes,
+}
+
+
+def in_a_loss(name, detached):
+    """A loss over the embeddings of all ranks."""
+
+    def loss(model, batch):
+        own = model(batch[0])
+        everyone = COLLECTIVES[name](own.detach() if detached else own)
+        return fa.Mean((own - everyone.mean()).square().sum(), weight=len(own))
+
+    train_step = program(loss, strategy="ddp")
+    try:
+        return train_step(train_step.init(), batch_of(4))[0].step
+    finally:
+        train_step.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_gradient_is_not_cut_in_silence(pools, name, ranks):
+    assert pools.run(ranks, in_a_loss, name, True) == [1] * ranks
+    with pytest.raises(ArgumentError, match=r"part of a graph[\s\S]*detach\(\)"):
+        pools.run(ranks, in_a_loss, name, False)

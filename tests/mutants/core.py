@@ -267,6 +267,10 @@ MUTANTS = [
         "if False:  # what", ("tests/program/test_gradient.py", "-k", "either_side and local"),
     ),
     Mutant(
+        "a collective in a loss cuts the gradient", "collectives/signature.py", "return leaf.grad_fn is not None and", "return False and",
+        ("tests/collectives/test_gather.py", "-k", "cut_in_silence and pad"),
+    ),
+    Mutant(
         "the random streams are forgotten", "checkpoint/restoring.py", "if restorer.refilled and not chosen.partly:", "if False:",
         ("tests/checkpoint/test_user_state.py", "-k", "streams"),
     ),
