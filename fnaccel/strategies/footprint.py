@@ -38,6 +38,7 @@ class Placed:
         shape: of the whole parameter.
         cut: the shape that modules compute with, after model axes have cut it.
         part: the shape that this rank keeps.
+        dim: the dimension that fsdp shards, None for a parameter that stays whole.
         dtype: its dtype.
         trained: whether it has a gradient.
         unit: the unit that fsdp gathers it with, "" for the root.
@@ -47,6 +48,7 @@ class Placed:
     shape: tuple[int, ...]
     cut: tuple[int, ...]
     part: tuple[int, ...]
+    dim: int | None
     dtype: torch.dtype
     trained: bool
     unit: str
@@ -244,7 +246,7 @@ def footprint_of(
     shards = math.prod(degrees.get(axis, 1) for axis in SHARD_AXES) if "dp_shard" in degrees else 1
     axis = next((axis for axis in axes.axes if isinstance(axis, Reshards)), None)
     reshard, asked = (True, Pairs()) if axis is None else (axis.reshard_after_forward, axis.dims)
-    dims = shard_dims(built, shards, degrees, reshard, cuts, asked) if shards > 1 else {}
+    dims = shard_dims(built, shards, degrees, reshard, cuts, asked) if "dp_shard" in degrees else {}
     placed = tuple(
         _placed(name, param, cuts.get(name), degrees, shards, dims.get(name), units.get(name, ""))
         for name, param in built.named("parameters")
@@ -287,6 +289,7 @@ def _placed(
         shape=tuple(param.shape),
         cut=local,
         part=tuple(part),
+        dim=dim,
         dtype=param.dtype,
         trained=param.requires_grad,
         unit=unit,
@@ -329,6 +332,8 @@ def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[
             Traffic(axis="loss", kind="all_reduce", count=count, size=grads, per="step", what="gradients"),
             _report(),
         ]
+    whole = sum(each.bytes_of(each.part) for each in trained if each.dim is None)
+    placed = tuple(each for each in placed if each.dim is not None)
     units = {each.unit for each in placed}
     reshards = any(getattr(axis, "reshard_after_forward", False) for axis in axes.axes)
     # backward gathers all units again but the root, which stays
@@ -340,17 +345,20 @@ def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[
             what="parameters, in forward and backward" if reshards else "parameters",
         ),
         Traffic(
-            axis="shard", kind="reduce_scatter", count=len(units),
-            size=sum(each.bytes_of(each.cut) for each in trained), per="step", what="gradients",
+            axis="shard", kind="reduce_scatter", count=len(units), per="step", what="gradients",
+            size=sum(each.bytes_of(each.cut) for each in placed if each.trained),
         ),
     ]  # fmt: skip
     if degrees.get("dp_replicate", 1) > 1:
         rows.append(
             Traffic(
-                axis="dp_replicate", kind="all_reduce", count=len(units), size=grads, per="step",
+                axis="dp_replicate", kind="all_reduce", count=len(units), size=grads - whole, per="step",
                 what="gradients of shards",
             )
         )  # fmt: skip
+    if whole:
+        what = "the gradients of whole parameters"
+        rows.append(Traffic(axis="loss", kind="all_reduce", count=1, size=whole, per="step", what=what))
     return [*rows, _report()]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -54,15 +55,19 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     if build.settings.captured:
         _check_parameters(built, set(), build)
         return _lazy.load("fnaccel.strategies.fsdp_captured").build_captured(built, build, options), built
-    whole = shard(built, build, options, dims_of(built, mesh, options))
+    dims = dims_of(built, mesh, options)
+    shard(built, build, options, dims)
     if options.init != "seeded":
         _fill(built, mesh, options, values)
+    # after `_fill`, which makes other parameters. FSDP2 does not move those that stay whole
+    whole = [param for name, param in built.named("parameters") if dims[name] is None]
+    for param in whole:
+        param.data = param.data.to(mesh.world.device)
     host: Any = built.host
     finish_shards(host)
     _guard(built)
     order = GatherOrder(built, mesh)
-    # by name, not as the set has them: ranks must agree on the order
-    averaged = [p for _, p in built.named("parameters") if p in whole and p.requires_grad]
+    averaged = [param for param in whole if param.requires_grad]
     leaves = leaves_of(built, mesh)
     whole_leaves = WholeLeaves(built, leaves, mesh, build.settings.precision.reduce, order)
     hooks = Hooks(
@@ -96,8 +101,8 @@ def dims_of(built: Built, mesh: Mesh, options: Fsdp) -> dict[str, int | None]:
     return {name: None if param in ignored else dims[name] for name, param in built.named("parameters")}
 
 
-def shard(built: Built, build: Build, options: Fsdp, dims: Mapping[str, int | None]) -> set[Any]:
-    """Let FSDP2 shard the modules, and return the parameters that stay whole on each rank.
+def shard(built: Built, build: Build, options: Fsdp, dims: Mapping[str, int | None]) -> None:
+    """Let FSDP2 shard the modules.
 
     Args:
         built: the modules, which are changed.
@@ -110,9 +115,6 @@ def shard(built: Built, build: Build, options: Fsdp, dims: Mapping[str, int | No
     """
     whole = {param for name, param in built.named("parameters") if dims[name] is None}
     _check_parameters(built, whole, build)
-    # FSDP2 does not move ignored parameters: they live on the device like all others
-    for param in whole:
-        param.data = param.data.to(build.spec.mesh.world.device)
     try:
         _shard(built, build, options, whole, dims)
     except ValueError as error:
@@ -123,7 +125,6 @@ def shard(built: Built, build: Build, options: Fsdp, dims: Mapping[str, int | No
             where=f"strategy {build.spec.strategy}",
             fix="tied weights have to lie in one unit: choose larger units (fa.fsdp(units=...)), or use ddp",
         ) from error
-    return whole
 
 
 def forward_of(host: Any, order: GatherOrder | None = None) -> Forward:
@@ -361,6 +362,11 @@ _EXPLAINED = (
         "after the first one",
         _WHOLE_FIX,
     ),
+    (
+        r"(BFloat16|Half) but found Float|same dtype, but got Float",
+        "a layer computes with weights that fsdp gathered in bf16 or fp16 and with fp32, such as its buffers",
+        'keep the parameters of this layer whole, in fp32: fa.fsdp(ignore=("*.norm.*",))',
+    ),
 )
 
 
@@ -368,7 +374,7 @@ def _explained(error: BaseException) -> CapabilityError | None:
     """The error for what FSDP2 can't do, in the place of one of torch's."""
     if isinstance(error, RuntimeError) and not isinstance(error, FnaccelError):
         for part, what, fix in _EXPLAINED:
-            if part in str(error):
+            if re.search(part, str(error)):
                 return CapabilityError(what, where="the loss function under fsdp()", fix=fix)
     return None
 

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from fnaccel.errors import ArgumentError, nearest
+from fnaccel.models._torch import Norm
 from fnaccel.models.building import Built, Host
-from fnaccel.models.note import Note
+from fnaccel.models.note import Note, count_of
 from fnaccel.models.parameter import Cut
 from fnaccel.strategies.strategy import Pairs
 from fnaccel.texts import first_of
@@ -41,6 +42,9 @@ def shard_dims(
     1 % of the parameters of the fullest rank. All stay if parameters are sharded over fewer ranks after
     forward, which FSDP2 can do along dimension 0 only.
 
+    Parameters of batch norms and instance norms stay whole: their kernels take no weights that were gathered
+    in bf16 beside running statistics in fp32. A unit for each would take three collectives instead.
+
     Args:
         built: the modules.
         shards: over how many ranks.
@@ -59,7 +63,11 @@ def shard_dims(
         name: tuple(param.shape) if name not in cuts else cuts[name].part_shape(degrees[cuts[name].axis])
         for name, param in named.items()
     }
-    dims = {name: _first_dim(shape, cuts.get(name), shards) for name, shape in shapes.items()}
+    norms = _parameters_of(built, Norm)
+    dims = {
+        name: None if id(named[name]) in norms else _first_dim(shape, cuts.get(name), shards)
+        for name, shape in shapes.items()
+    }
     bytes_of = {name: param.dtype.itemsize for name, param in named.items()}
     total = sum(_part(shapes[name], dim, shards) * bytes_of[name] for name, dim in dims.items())
     others = {
@@ -74,7 +82,7 @@ def shard_dims(
         shape = shapes[name]
         less = _part(shape, 0, shards) - _part(shape, dim, shards)
         saved[shape] = saved.get(shape, 0) + less * bytes_of[name]
-    kernels = _convolutions(built)
+    kernels = _parameters_of(built, nn.Conv1d, nn.ConvTranspose1d)  # they have three dimensions as well
     for name, dim in others.items():
         shape = shapes[name]
         experts = len(shape) == 3 and shape[0] > 1 and id(named[name]) not in kernels
@@ -147,7 +155,10 @@ def shard_notes(
     moved = [name for name, dim in dims.items() if dim and name not in wanted]
     uneven = [name for name, part in padding.items() if part >= _PADDING and named[name].dim() > 1]
     why = f"fsdp: {shards} ranks do not divide the rows of"
-    notes = [Note(f"{why} {first_of(moved)}: sharded along another dimension")] if moved else []
+    norms = [part for module in modules.values() for part in module.modules() if isinstance(part, Norm)]
+    stay = "parameters stay whole on each rank, and compute in their own dtype"
+    notes = [Note(f"fsdp: {count_of(norms)}: {stay}")] if norms else []
+    notes += [Note(f"{why} {first_of(moved)}: sharded along another dimension")] if moved else []
     return [*notes, *([Note(f"{why} {first_of(uneven)}: the last ranks hold less")] if uneven else [])]
 
 
@@ -178,9 +189,8 @@ def _part(shape: Sequence[int], dim: int | None, shards: int) -> int:
     return -(-shape[dim] // shards) * math.prod(size for at, size in enumerate(shape) if at != dim)
 
 
-def _convolutions(built: Built) -> set[int]:
-    """The kernels of one-dimensional convolutions, which have three dimensions as well."""
-    kinds = (nn.Conv1d, nn.ConvTranspose1d)
+def _parameters_of(built: Built, *kinds: type[nn.Module]) -> set[int]:
+    """The ids of the parameters that modules of these classes own."""
     return {
         id(param)
         for module in built.modules.values()

@@ -9,6 +9,7 @@ INFO = "tests/step/test_loss_info.py"
 DIMS = "tests/strategies/test_shard_dims.py"
 LAYOUT = "tests/program/test_layout_shown.py"
 MODES = "tests/models/test_modes.py"
+NORM_PARITY = "tests/parity/test_batch_norm.py"
 NORMS = "tests/transforms/test_batch_statistics.py"
 
 MUTANTS = [
@@ -24,6 +25,10 @@ MUTANTS = [
     Mutant(
         "a parameter with gaps takes the fused kernel", "optim/fused.py", "_FUSED[name] if dense else _PLAIN[name]",
         "_FUSED[name]", (TRAPS, "-k", "gaps and local-eager"),
+    ),
+    Mutant(
+        "batch norms compute with weights in bf16", "strategies/shard_dims.py",
+        "None if id(named[name]) in norms else _first_dim(", "_first_dim(", (NORM_PARITY, "-k", "autocast and bf16-fsdp-one"),
     ),
     Mutant(
         "gradients of numbers are left apart", "strategies/shard_dims.py", "if not shape or 0 in shape:", "if 0 in shape:",
