@@ -266,7 +266,7 @@ def _of(
     )
     if lowered.settings.casts:
         for module in built.modules.values():
-            module.to(lowered.settings.precision.param)
+            _torch.cast_floats(module, lowered.settings.precision.param)
     layout = planned_step.plan.layout.replace(" (cpu)", "")
     sizes = footprint_of(built, strategy, degrees, spec.optimizers, layout)
     fsdp = next((axis for axis in strategy.axes if isinstance(axis, Fsdp)), None)

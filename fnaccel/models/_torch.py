@@ -47,6 +47,15 @@ def hooks_on_module(module: torch.nn.Module) -> int:
     return len(module._backward_hooks) + len(module._backward_pre_hooks)
 
 
+def cast_floats(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point parameters, and the buffers that have their dtype. (2.9 to 2.13)
+
+    `module.to(dtype)` makes complex numbers real, and takes digits from fp64 buffers beside fp32 parameters.
+    """
+    kinds = {param.dtype for param in module.parameters() if param.is_floating_point()}
+    module._apply(lambda value: value.to(dtype) if value.dtype in kinds else value)
+
+
 # the base class of modes that see each operation (2.9 to 2.13)
 DispatchMode = TorchDispatchMode
 

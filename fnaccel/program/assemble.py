@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnaccel.errors import ArgumentError, CapabilityError
+from fnaccel.models._torch import cast_floats
 from fnaccel.models.building import Built, check_memory, check_patched, freeze, release
 from fnaccel.models.constant_buffers import check_not_trained
 from fnaccel.models.gradient_hooks import check_hooks_run, count_hooks
@@ -48,7 +49,7 @@ def assemble(
             )
         if settings.casts:
             for module in built.modules.values():
-                module.to(settings.precision.param)
+                cast_floats(module, settings.precision.param)
         hooks = apply_axes(built, spec, lowered.modules)
         for key, module in built.modules.items():
             for name, hook in hooks[key]:

@@ -54,7 +54,8 @@ class Precision:
     """An explicit policy. Each field is a dtype or one of "fp32", "bf16", "fp16", "fp64".
 
     Attributes:
-        param: how parameters are kept and updated.
+        param: how parameters are kept and updated. Buffers of their dtype follow. Others stay, such as fp64
+            buffers beside fp32 parameters, and so do complex parameters and buffers.
         compute: the dtype of matrix products (autocast, if it differs from `param`).
         reduce: the dtype in which ranks average gradients. By default fp32, or fp64 for parameters in fp64.
         output: the dtype of the loss. By default fp32, or fp64 if the loss is computed in fp64.

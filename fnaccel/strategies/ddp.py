@@ -195,6 +195,13 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
     if hook is None and build.settings.precision.reduce in _REDUCE:
         hook = Hook(_REDUCE[build.settings.precision.reduce])
     trainable = any(p.requires_grad for _, p in built.named("parameters"))
+    complexes = [name for name, p in built.named("parameters") if p.requires_grad and p.is_complex()]
+    if complexes and hook is not None and hook.function is None:
+        raise CapabilityError(
+            f"{complexes[0]} is complex, and the hook {hook} sends real numbers",
+            where=f"strategy {build.spec.strategy}",
+            fix="leave out hook=, and reduce= of fa.transforms.Precision",
+        )
     if not trainable or (mesh.loss_size == 1 and hook is None):
         alone = capture_whole(built, build) if build.settings.captured and trainable else None
         return whole_engine("ddp", built, build, capture=alone), built

@@ -436,11 +436,15 @@ def _averager(params: list[Any], mesh: Mesh) -> Callable[[], None]:
         if group is None:
             return
         # every parameter has its place, also if this rank did not use it: other ranks may have
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        flat = torch.cat([g.flatten() for g in grads])
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.resolve_conj() for p in params]
+        # complex gradients as pairs: beside them `cat` would make all others complex
+        reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+        flat = torch.cat([real.flatten() for real in reals])
         dist.all_reduce(flat, group=group)
         flat /= mesh.loss_size
-        for param, grad, part in zip(params, grads, flat.split([g.numel() for g in grads]), strict=True):
-            param.grad = grad.copy_(part.view_as(grad))
+        parts = flat.split([real.numel() for real in reals])
+        for param, grad, real, part in zip(params, grads, reals, parts, strict=True):
+            real.copy_(part.view_as(real))
+            param.grad = grad
 
     return average

@@ -138,7 +138,7 @@ class Shards:
                 local = piece.joined(rows[: piece.local.numel()])
                 averaged[index] = local.to(piece.local.dtype)
         for index, piece in self._whole:
-            grad = (grads[index].to(self._reduce) / self._ranks).contiguous()
+            grad = (self._outgoing(grads[index]) / self._ranks).contiguous()
             if self._loss_group is not None:
                 grad = _torch.end_collective(_torch.begin_all_reduce(grad, self._loss_group))
             averaged[index] = grad.to(piece.local.dtype)
@@ -153,8 +153,10 @@ class Shards:
             for grad, piece in unit
         ]
         flat = torch.cat(rows, dim=1).reshape(-1)
-        outgoing = flat.to(self._reduce) if flat.dtype in _NARROW else flat
-        return _torch.begin_reduce_scatter(outgoing / self._ranks, size, self._axis.group)
+        return _torch.begin_reduce_scatter(self._outgoing(flat) / self._ranks, size, self._axis.group)
+
+    def _outgoing(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad.to(self._reduce) if grad.dtype in _NARROW else grad
 
 
 def _padded(piece: Piece) -> torch.Tensor:

@@ -119,7 +119,8 @@ MUTANTS = [
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
-        "captured shards not averaged over ranks", "strategies/whole_leaves.py", "outgoing / self._ranks", "outgoing",
+        "captured shards not averaged over ranks", "strategies/whole_leaves.py",
+        "self._outgoing(flat) / self._ranks", "self._outgoing(flat)",
         (COMPILED, "-k", "fsdp-step-plain"),
     ),
     Mutant(

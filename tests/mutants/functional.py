@@ -18,7 +18,8 @@ MUTANTS = [
         (PARAMS, "-k", "raw_loop and fsdp-halved"),
     ),
     Mutant(
-        "the gradient of a gathered parameter without the factor of ranks", WHOLE, "outgoing / self._ranks", "outgoing",
+        "the gradient of a gathered parameter without the factor of ranks", WHOLE,
+        "self._outgoing(flat) / self._ranks", "self._outgoing(flat)",
         (PARAMS, "-k", "raw_loop and fsdp-halved"),
     ),
     Mutant(

@@ -31,6 +31,11 @@ MUTANTS = [
         "None if id(named[name]) in norms else _first_dim(", "_first_dim(", (NORM_PARITY, "-k", "autocast and bf16-fsdp-one"),
     ),
     Mutant(
+        "a rotary table is cast to its cosine", "models/_torch.py",
+        "value.to(dtype) if value.dtype in kinds else value", "value.to(dtype)",
+        (TRAPS, "-k", "complex and buffers and bf16-sgd-local-eager"),
+    ),
+    Mutant(
         "gradients of numbers are left apart", "strategies/shard_dims.py", "if not shape or 0 in shape:", "if 0 in shape:",
         (TRAPS, "-k", "scalars and fsdp-eager"),
     ),

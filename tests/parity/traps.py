@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -35,6 +35,7 @@ class Trap:
         step: the transforms around the loss that the oracle needs not have.
         between: called with (train_step, state) after each step. Changes no parameter.
         batch: the rows of a rank in a step.
+        precision: of `fa.with_precision`, and of the oracle's autocast. None is a step without it.
         ring: whether the batches are one buffer that the loader of each rank fills again.
         strategies: those with one meaning for the trap.
         refused: the message of an error, by strategy and "eager" or "compiled".
@@ -46,6 +47,7 @@ class Trap:
     step: Callable[[Any], Any] = lambda loss: loss
     between: Callable[[Any, Any], Any] | None = None
     batch: Callable[[int, int], Any] = lambda step, rank: rank_batch(step, rank)
+    precision: Literal["fp32", "bf16"] | None = None
     ring: bool = False
     strategies: tuple[str, ...] = ("local", "ddp", "fsdp")
     refused: Mapping[tuple[str, str], str] = attrs.field(factory=dict)
@@ -101,6 +103,23 @@ class Complex(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out((x.to(torch.complex64) @ self.weight).abs())
+
+
+class Rotary(nn.Module):
+    """A rotary table of complex numbers, a complex buffer that moves, and digits that only fp64 has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.register_buffer("table", torch.polar(torch.ones(2), torch.tensor([0.5, 1.5])))
+        self.register_buffer("turned", torch.zeros((), dtype=torch.complex64))
+        self.register_buffer("wide", torch.tensor(1e8 + 0.25, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(self.inp(x).float().unflatten(-1, (2, 2))) * self.table
+        if self.training:
+            self.turned += self.table.sum()
+        return self.out(torch.view_as_real(pairs).flatten(1)) * (self.wide - 1e8).float()
 
 
 class Scalars(nn.Module):
@@ -214,6 +233,11 @@ TRAPS = {
         refused=NO_GAPS,
     ),
     "complex": Trap(make=Complex, loss=squares, refused=NO_GAPS | {("fsdp", "compiled"): NOT_FSDP}),
+    "complex in bf16": Trap(
+        make=Complex, loss=squares, precision="bf16", refused=NO_GAPS | {("fsdp", "compiled"): NOT_FSDP}
+    ),
+    "complex buffers": Trap(make=Rotary, loss=squares, precision="fp32"),
+    "complex buffers in bf16": Trap(make=Rotary, loss=squares, precision="bf16"),
     "module hooks": Trap(make=lambda: Hooked(on="module"), loss=squares, refused=NO_HOOKS),
     "parameter hooks": Trap(
         make=lambda: Hooked(on="parameter"),
@@ -267,6 +291,7 @@ def run_trap(name: str, strategy: str, optimizer: str, compiled: bool) -> dict[s
     """Losses, parameters and buffers, as fnaccel makes them."""
     trap, world = TRAPS[name], current()
     step = trap.step(trap.loss)
+    step = step if trap.precision is None else fa.with_precision(step, trap.precision)
     train_step = fa.train_step(
         fa.compile(step, backend="eager") if compiled else step,
         model=fa.distribute(trap.make, strategy),
