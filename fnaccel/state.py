@@ -182,7 +182,7 @@ class TrainState:
         buffers: buffers, by the same names.
         opt: optimizer slots: name -> slot -> tensor.
         scale: dynamic loss scale (fp16), or None.
-        ema: averaged parameters by name, or None.
+        ema: averaged parameters by name, or None. Also averaged buffers, if `with_ema` was asked for them.
         rng: the root seed.
         data: the position in the data.
         extras: the user's own pytree.

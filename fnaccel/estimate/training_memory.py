@@ -21,6 +21,7 @@ from fnaccel.models import _torch
 from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import freeze, has_factories, release
 from fnaccel.optim.several import OptimizerLike
+from fnaccel.program.averaged import averages_of
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.launcher_flags import Chosen, choose
 from fnaccel.program.lower import Lowered
@@ -305,7 +306,10 @@ def _hold(account: Account, built: Built, sizes: Footprint, lowered: Lowered, ba
     account.hold(sizes.parameters, "parameters")
     account.hold(sizes.slots or 0, "optimizer")
     account.hold(_averages(sizes) if lowered.settings.ema_decay is not None else 0, "averages")
-    account.hold(sum(value.nbytes for _, value in built.named("buffers")), "model")
+    buffers = dict(built.named("buffers"))
+    averages = averages_of(buffers) if lowered.settings.ema_buffers else {}
+    account.hold(sum(value.nbytes for value in averages.values()), "averages")
+    account.hold(sum(value.nbytes for value in buffers.values()), "model")
     account.hold(sum(value.nbytes for value in tensors), "batch")
 
 

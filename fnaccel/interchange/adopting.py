@@ -203,7 +203,9 @@ def _filled(like: Tree, fitted: Fit, source: Source, world: World) -> Any:
             pass
         else:
             # the tensors that a model built without values needs. Its buffers have values
-            needed = [path for path in _tensors(like) if path.startswith(("params/", "ema/"))]
+            paths = _tensors(like)
+            params = {path for path in paths if path.startswith("params/")}
+            needed = [path for path in paths if path.replace("ema/", "params/", 1) in params]
             complete = all(path in fitted.pairs for path in needed)
             return owner.refill(
                 like, lambda state: _in_place(state, fitted, source, world), complete=complete

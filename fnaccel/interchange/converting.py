@@ -36,12 +36,11 @@ def own_items(source: Source, style: Style) -> list[Item]:
     """
     tensors: dict[str, Found] = {}
     path_of = _joined if source.format == "fnaccel" else _escaped
-    for name, value in source.weights.items():
+    weights = {**source.weights, **(source.averages if style.ema else {})}
+    for name, value in weights.items():
         tensors[path_of("buffers" if name in source.buffers else "params", name)] = value
-    if style.ema:
-        if not source.averages:
-            raise ArgumentError("there are no averages", where=style.where, fix="leave out --ema")
-        tensors |= {path_of("params", name): value for name, value in source.averages.items()}
+    if style.ema and not source.averages:
+        raise ArgumentError("there are no averages", where=style.where, fix="leave out --ema")
     for name, slots in source.slots.items():
         tensors |= {path_of("opt", name, slot): tensor for slot, tensor in slots.items() if slot != "step"}
     if source.numbered is not None:

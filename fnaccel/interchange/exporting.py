@@ -308,19 +308,17 @@ def weights_of(
 
     A tied one stands under each of its names. A state without modules knows the first name only.
     """
-    weights = tensors_of(state.params, "", _WHERE)
-    if style.ema:
-        averages = {} if state.ema is None else tensors_of(state.ema, "", _WHERE)
-        _check_averages(averages, style)
-        weights |= averages  # frozen parameters have no average
     buffers = tensors_of(state.buffers, "", _WHERE)
     if modules is not None:
         persistent = persistent_paths(modules)
         buffers = {name: value for name, value in buffers.items() if name in persistent}
-        weights |= buffers
-        tied = tied_paths(modules).items()
-        return weights | {path: weights[first] for path, first in tied if first in weights}
-    return weights | buffers
+    weights = tensors_of(state.params, "", _WHERE) | buffers
+    if style.ema:
+        averages = {} if state.ema is None else tensors_of(state.ema, "", _WHERE)
+        _check_averages(averages, style)
+        weights |= averages  # frozen parameters have no average, and buffers need not have one
+    tied = {} if modules is None else tied_paths(modules)
+    return weights | {path: weights[first] for path, first in tied.items() if first in weights}
 
 
 def weights_in(module: nn.Module, style: Style) -> dict[str, torch.Tensor]:

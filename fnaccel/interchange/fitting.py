@@ -87,9 +87,9 @@ def _placed(
         placed[path] = tensor
     for path in targets.tensors:
         if path.startswith("ema/") and path not in placed:
-            weight = placed.get(path.replace("ema/", "params/", 1))
-            if weight is not None:  # averages start from the adopted weights
-                placed[path] = weight
+            for section in ("params/", "buffers/"):  # averages start from the adopted weights
+                if (value := placed.get(path.replace("ema/", section, 1))) is not None:
+                    placed[path] = value
     chosen = choose({*placed, *targets.tensors}, choice.only, choice.skip, choice.where)
     problems: list[str] = []
     pairs: dict[str, Found] = {}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
+import torch
 
+from fnaccel.collectives import gather_objects
 from fnaccel.collectives.signature import meet
 from fnaccel.data import Shards, open_on, steps_per_epoch
 from fnaccel.engine.scoring import Scores
@@ -16,7 +19,7 @@ from fnaccel.errors import ArgumentError
 from fnaccel.loop.progress import open_bar, ticking
 from fnaccel.loop.scanning import check_shards
 from fnaccel.program.train_step import TrainStep
-from fnaccel.state import Position, TrainState, check_ema, check_state
+from fnaccel.state import Position, TrainState, check_ema, check_state, lease_of
 from fnaccel.step.loss_info import takes_info
 from fnaccel.world.every_rank import every_rank
 
@@ -42,7 +45,7 @@ def evaluate(
             the order of the samples). A bare scalar is averaged over rows. If it has a parameter `info`, it
             gets an `fa.LossInfo`, whose rows are places in the whole data set.
         shards: the result of `fa.shard`. Its remainder rule gives way to `"keep"`.
-        ema: use the averaged parameters of `with_ema`.
+        ema: use the averaged parameters of `with_ema`, and averaged buffers if it has them.
         progress: show a bar on rank 0.
 
     Returns:
@@ -51,7 +54,8 @@ def evaluate(
     Raises:
         LoaderError: no data.
         ArgumentError: `ema` without `with_ema`, or not shards. Or ranks train apart, and don't hold the same
-            values after this step.
+            values after this step. Or they keep their own buffers (`fa.ddp(sync_buffers=False)`), which
+            differ.
         LossError: `fa.Concat`, if the ranks of one row each have a part of it.
 
     Example:
@@ -80,6 +84,7 @@ def evaluate(
     # not in the stack: an interrupt between `averaged` and the stack's note of it would leave averages
     averages = train_step.averaged(state) if ema else contextlib.nullcontext()
     with averages, contextlib.ExitStack() as stack:
+        _check_buffers(train_step, state)
         stack.enter_context(train_step.evaluating())
         batches: Iterator[Any] = open_on(every.at(Position()), train_step.mesh, remainder="keep")
         if progress and train_step.mesh.world.is_main:
@@ -95,3 +100,23 @@ def evaluate(
                 before += batch.together
             scores.take(train_step.look(state, fn, batch.data), batch)
     return scores.finish()
+
+
+def _check_buffers(train_step: TrainStep, state: TrainState) -> None:
+    """Raise ArgumentError on all ranks if they keep their own buffers, and the saved ones differ."""
+    layout, group = train_step.engine.layout, train_step.mesh.group("loss")
+    if layout.shares_buffers or group is None:
+        return
+    transient = lease_of(state, "fa.evaluate", averaged=True).owner.instance.transient()
+    digest = 0
+    for name, value in layout.buffers.items():
+        if name not in transient:
+            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            digest = zlib.crc32(data.numpy().tobytes(), digest)
+    if len(set(gather_objects(digest, over=group))) > 1:
+        raise ArgumentError(
+            "each rank holds buffers of its own, such as running statistics, and one score would mix them",
+            where="fa.evaluate",
+            fix="leave out sync_buffers=False; or give all ranks the same first, such as the mean of "
+            "fa.reduce(value, 'mean'); or score this rank's with train_step.look",
+        )

@@ -1,10 +1,16 @@
-"""`Averaged`: for a while the parameters hold their averages."""
+"""`Averaged`: for a while the parameters hold their averages. The averages of buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fnaccel import _torch
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.exchange import Exchange
 from fnaccel.state import Lease, refuse_averaged
+from fnaccel.step.loss import Scalar
 
 
 class Averaged(Exchange):
@@ -15,11 +21,14 @@ class Averaged(Exchange):
     Args:
         engine: the tensors.
         lease: of the live state.
+        buffers: those with averages, and their averages.
     """
 
-    def __init__(self, engine: Engine, lease: Lease) -> None:
+    def __init__(
+        self, engine: Engine, lease: Lease, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         pairs = zip(engine.layout.leaves, engine.averages, strict=True)
-        super().__init__([(leaf.shard, average) for leaf, average in pairs])
+        super().__init__([*((leaf.shard, average) for leaf, average in pairs), *buffers])
         self._lease = lease
 
     def change(self) -> None:
@@ -38,3 +47,41 @@ class Averaged(Exchange):
             raise
         finally:
             lease.averaged = False
+
+
+def average_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The first average of a tensor: a copy, in fp32 at least.
+
+    An average in bf16 would not move: a step of 0.001 of a difference is less than half of its last digit.
+    """
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+
+
+def averages_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The first averages of buffers. None of integers and codes, or of an infinity: it would become NaN."""
+    return {
+        name: average_of(value)
+        for name, value in buffers.items()
+        if value.is_floating_point()
+        and value.itemsize > 1
+        and (value.is_meta or bool(value.isfinite().all()))
+    }
+
+
+@torch.no_grad()
+def move(
+    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], decay: float, *left_out: Scalar | None
+) -> None:
+    """Move the averages of buffers towards them after an update, unless it was left out.
+
+    Args:
+        buffers: those with averages, and their averages.
+        decay: the share of the old average.
+        left_out: 0-d tensors that are 1 if the update was left out. Anything else says that it was not.
+    """
+    averages = [average for _, average in buffers]
+    values = [buffer.to(average.dtype) for buffer, average in buffers]
+    for flag in (each for each in left_out if isinstance(each, torch.Tensor)):
+        pairs = zip(averages, values, strict=True)  # no factor of 0: the buffers may be NaN
+        values = [torch.where(flag.to(a.device).bool(), a, value) for a, value in pairs]
+    _torch.foreach_lerp_(averages, values, 1.0 - decay)

@@ -29,10 +29,10 @@ from fnaccel.models.gradient_hooks import GradientHooks
 from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.moving_buffers import MovingBuffers, buffer_slots
 from fnaccel.models.note import Note
-from fnaccel.models.parameter import Leaf
 from fnaccel.models.parameter_values import Access, register
 from fnaccel.models.synced_norm import connect
 from fnaccel.models.trained_modules import TrainedModules
+from fnaccel.program.averaged import average_of, averages_of, move
 from fnaccel.program.compile_meter import Meter
 from fnaccel.program.lent_models import LentModels
 from fnaccel.program.lower import Lowered
@@ -141,6 +141,10 @@ class Instance:
             for name, module, attribute in buffer_slots(root)
             if (full := name if key is None else f"{key}/{name}") in engine.layout.buffers
         ]
+        slots = [slot for slot in self.buffer_slots if not isinstance(slot[0], ConstantBuffers)]
+        names, transient = [name for *_, name in slots], set(self.transient())
+        saved = {name: engine.layout.buffers[name] for name in names if name not in transient}
+        self._buffer_averages = averages_of(saved) if lowered.settings.ema_buffers else {}
         self._trees = Trees(
             params=self.params,
             buffers=self._show(engine.layout.buffers),
@@ -152,19 +156,11 @@ class Instance:
             built.modules, captured=self.captured, arrived=arrived, speaks=world.is_main
         )
         self._watched = TrainedModules(built.modules, leaves if bound is None else (), trains=self._trains)
-        slots = [slot for slot in self.buffer_slots if not isinstance(slot[0], ConstantBuffers)]
         self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in slots])
-        self.shared_buffers = self._shared([name for *_, name in slots])
-
-    def _shared(self, names: list[str]) -> SharedBuffers | None:
-        """The buffers that ranks share after each update."""
-        layout = self.engine.layout
-        group = layout.mesh.group("loss")
-        if group is None or not names or not layout.shares_buffers:
-            return None
-        transient = set(self.transient())
-        saved = ["" if name in transient else name for name in names]
-        return SharedBuffers(self.moving_buffers, saved, group)
+        self.shared_buffers: SharedBuffers | None = None
+        if self._group is not None and names and engine.layout.shares_buffers:
+            shared = [name if name in saved else "" for name in names]
+            self.shared_buffers = SharedBuffers(self.moving_buffers, shared, self._group)
 
     @functools.cached_property
     def gradient_passes(self) -> AnyPasses:
@@ -204,7 +200,12 @@ class Instance:
 
     def _show_averages(self) -> dict[str, Any]:
         pairs = zip(self.engine.layout.leaves, self.engine.averages, strict=True)
-        return self._show({leaf.name: leaf.like(average) for leaf, average in pairs})
+        return self._show({leaf.name: leaf.like(average) for leaf, average in pairs} | self._buffer_averages)
+
+    def averaged_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The buffers that have averages, as the modules hold them at this moment, and their averages."""
+        self.trees(self._trees.scale)
+        return [(self.engine.layout.buffers[name], x) for name, x in self._buffer_averages.items()]
 
     def first_state(self, seed: int, extras: Tree) -> TrainState:
         """The state before step 0."""
@@ -324,6 +325,9 @@ class Instance:
         self.moving_buffers.end()
         if self.shared_buffers is not None:
             self.shared_buffers.share(step)
+        if self._buffer_averages and uncounted is not True:
+            decay = cast("float", self.lowered.settings.ema_decay)
+            move(self.averaged_buffers(), decay, skip, uncounted)
         if self.engine.hooks.after_update is not None:
             shown, name = self.trees(scale), self.engine.name
             after = Updated(
@@ -463,14 +467,5 @@ def _with_averages_and_norms(engine: Engine, lowered: Lowered) -> Engine:
     if tell is not None:
         engine = attrs.evolve(engine, hooks=attrs.evolve(engine.hooks, micro_batch=tell))
     if lowered.settings.ema_decay is not None:
-        engine = attrs.evolve(engine, averages=tuple(map(average_of, engine.layout.leaves)))
+        engine = attrs.evolve(engine, averages=tuple(average_of(leaf.shard) for leaf in engine.layout.leaves))
     return engine
-
-
-def average_of(leaf: Leaf) -> torch.Tensor:
-    """The first average of a parameter: a copy, in fp32 at least.
-
-    An average in bf16 would not move: a step of 0.001 of a difference is less than half of its last digit.
-    """
-    dtype = torch.promote_types(leaf.shard.dtype, torch.float32)
-    return leaf.shard.to(dtype, copy=True)

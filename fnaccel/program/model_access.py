@@ -211,7 +211,7 @@ class ModelAccess:
         lease = lease_of(state, "train_step.averaged(state)")
         check_ema(state, "train_step.averaged(state)")
         instance.check_modules()
-        return Averaged(instance.engine, lease)
+        return Averaged(instance.engine, lease, instance.averaged_buffers())
 
     def check_totals(self, state: TrainState, fn: Callable[..., Any], batch: Tree) -> None:
         """See that each `fa.Mean` that a function returns holds a total and its weight, not a mean.

@@ -280,10 +280,10 @@ class PureUpdate:
                 params = {key: value.clone() for key, value in params.items()}  # which it may write to
                 keep(owns, name, hook.fn(params, owns.get(name), info(skip)))
             else:
-                taken = [params[key] for key in self._trained]
-                averages = [ema[key] for key in self._trained]
+                now, averages = {**sums.buffers, **params}, list(ema.values())
+                taken = [now[key] for key in ema]
                 averaged = self._with_options(name, hook, options).purely(averages, taken)
-                ema = dict(zip(self._trained, unless(skip, averages, averaged), strict=True))
+                ema = dict(zip(ema, unless(skip, averages, averaged), strict=True))
         for name in self._tail.users:
             if name in owns:
                 owns[name] = unless(skip, values["transforms"][name], owns[name])

@@ -1,14 +1,14 @@
-"""`with_ema`: an exponential moving average of the parameters, in `state.ema`."""
+"""`with_ema`: an exponential moving average of the parameters, and of buffers if asked for: `state.ema`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import attrs
 import torch
 
 from fnaccel import _torch
-from fnaccel.errors import require
+from fnaccel.errors import UnknownNameError, nearest, require
 from fnaccel.step.chain import takes_step
 from fnaccel.step.settings import Settings
 from fnaccel.step.step import (
@@ -20,16 +20,20 @@ from fnaccel.step.step import (
 )
 from fnaccel.tree import Tree
 
+Buffers = Literal["now", "average"]
+"""The buffers that go with averaged parameters: those of the model at that time, or averages."""
+
 
 @attrs.frozen
 class Ema:
     """`ema = decay * ema + (1 - decay) * params` after each applied update."""
 
     decay: float
+    buffers: Buffers = "now"
 
     def configure(self, settings: Settings) -> Settings:
         """Keep averages."""
-        return attrs.evolve(settings, ema_decay=self.decay)
+        return attrs.evolve(settings, ema_decay=self.decay, ema_buffers=self.buffers == "average")
 
     def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
         """Move the averages, sharded as the parameters are. No change if the update was skipped."""
@@ -58,15 +62,20 @@ class Ema:
 
 
 @takes_step
-def with_ema(decay: float = 0.999) -> Transform:
+def with_ema(decay: float = 0.999, buffers: Buffers = "now") -> Transform:
     """Keep an average of the parameters (Polyak and Juditsky 1992) in `state.ema`, in fp32 at least.
 
     Args:
         step: a step or a loss function; or none, for `fa.chain`.
         decay: the share of the old average kept at each update, in [0, 1).
+        buffers: `"now"` uses averaged parameters with the buffers that the model has at that time.
+            `"average"` averages saved floating-point buffers too, such as running statistics, as
+            `torch.optim.swa_utils.AveragedModel(use_buffers=True)` does. Other buffers, and one that begins
+            with an infinity (a mask), are those of the model.
 
     Raises:
         ArgumentError: `decay` is outside [0, 1).
+        UnknownNameError: `buffers` is none of these.
 
     Example:
         >>> step = fa.with_ema(loss_fn, 0.999)
@@ -75,6 +84,9 @@ def with_ema(decay: float = 0.999) -> Transform:
         >>> loss = fa.evaluate(train_step, state, loss_fn, fa.shard(loader), ema=True)
     """
     require(0 <= decay < 1, f"an average can't decay by {decay}", "fa.with_ema", "decay is in [0, 1)")
+    if buffers not in get_args(Buffers):
+        fix = nearest(str(buffers), get_args(Buffers))
+        raise UnknownNameError(f"there are no buffers {buffers!r}", where="fa.with_ema(buffers=)", fix=fix)
     return Transform(
-        "with_ema", Phase.UPDATE, apply=Ema(float(decay)), needs=frozenset({Capability.PARAMETERS})
+        "with_ema", Phase.UPDATE, apply=Ema(float(decay), buffers), needs=frozenset({Capability.PARAMETERS})
     )

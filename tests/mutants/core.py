@@ -208,6 +208,16 @@ MUTANTS = [
         ("tests/transforms", "-k", "ema_follows"),
     ),
     Mutant(
+        "averages of buffers stay", "program/instance.py",
+        "if self._buffer_averages and uncounted is not True:", "if False:",
+        ("tests/transforms/test_averaged_buffers.py", "-k", "those_of_torch and local-1-eager"),
+    ),
+    Mutant(
+        "buffers of ranks that differ are one score", "loop/evaluating.py",
+        "if len(set(gather_objects(digest, over=group))) > 1:", "if False:",
+        ("tests/transforms/test_averaged_buffers.py", "-k", "different_buffers"),
+    ),
+    Mutant(
         "gathered parameters go stale", "strategies/fsdp_engine.py", "            unit.reshard()", "            pass",
         (ENGINES, "-k", "never_stale"),
     ),

@@ -162,7 +162,8 @@ def buffers_of_ranks(strategy, steps=3, compiled=False):
         state, _ = train_step(state, rows(number, world.rank, 0, 5 - world.rank))
     folder = fa.collectives.broadcast_objects(_folder() if world.is_main else None)
     shards = fa.shard(DataLoader(TensorDataset(*rows(9, 0, 0, 7)), batch_size=4))
-    before = float(fa.evaluate(train_step, state, loss_fn, shards))
+    apart = "sync_buffers=False" in strategy  # one score of two models raises
+    before = None if apart else float(fa.evaluate(train_step, state, loss_fn, shards))
     held = {name: value.clone() for name, value in state.buffers.items()}
     fa.save(folder, state)
     unchanged = all(torch.equal(held[name], value) for name, value in state.buffers.items())
