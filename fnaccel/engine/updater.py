@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from fnaccel import _torch
 from fnaccel.engine.gradients import Gradients
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.parameter import Leaf
@@ -15,8 +19,10 @@ from fnaccel.optim import kernels
 from fnaccel.optim.description import Bound, Optimizer, group_leaves, takes_tensors
 from fnaccel.optim.several import OptimizerGroups, assign, optimizers_of
 from fnaccel.step.loss import Scalar
+from fnaccel.texts import first_of
 from fnaccel.world.mesh import MeshAxis
 
+_exists = functools.partial(operator.is_not, None)
 Optimizers = dict[str | None, Optimizer | OptimizerGroups]
 
 
@@ -114,6 +120,8 @@ class Updater:
                 indices = [of_model[i] for i in each.indices]
                 self._add("/".join(filter(None, ("lr", key, each.label))), each.optimizer, leaves, indices)
         self.starts_later = any(part.starts for part in self._parts)
+        self._counted = {} if bound is not None else _counted(leaves, self.slots)
+        self._absent: set[int] | None = None  # those without a gradient in the last update
         where = leaves[0].shard.device if leaves else device
         self._count = torch.zeros((), dtype=torch.float32, device=where)
 
@@ -190,6 +198,41 @@ class Updater:
                 for index in part.indices:
                     grads.shards[index] = None
 
+    def warn_of_absent(self, grads: Sequence[Any], updates: Scalar) -> None:
+        """Warn once of parameters that get a gradient in some updates only, if a bias correction counts all.
+
+        In the first update of a process second moments show which parameters had one before.
+
+        Args:
+            grads: by leaf, None if it got none. After `rates`.
+            updates: updates applied before this one.
+        """
+        if not self._counted:
+            return
+        before = self._absent
+        self._absent = absent = set() if all(map(_exists, grads)) else self._without_gradient(grads)
+        if before is None:
+            before = self._never_updated() if updates else absent
+        if before != absent:
+            names = [self._counted[index] for index in sorted(before ^ absent)]
+            self._counted = {}
+            warnings.warn(
+                f"{first_of(names)} get a gradient in some updates only. The bias correction of fa.adam, "
+                "fa.adamw and their like counts all updates of the run, that of torch.optim those of each "
+                "parameter. fa.optim.from_torch(torch.optim.AdamW, lr=...) counts as torch does",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _without_gradient(self, grads: Sequence[Any]) -> set[int]:
+        waiting = {index for part in self._parts if part.waits for index in part.indices}
+        return {index for index in self._counted if grads[index] is None and index not in waiting}
+
+    def _never_updated(self) -> set[int]:
+        later = {index for part in self._parts if part.starts for index in part.indices}
+        slots = {index: self.slots[name] for index, name in self._counted.items() if index not in later}
+        return {index for index, own in slots.items() if not any(_moved(own[key]) for key in own)}
+
     def update(self, grads: Gradients, rates: Sequence[Sequence[Any]], number: torch.Tensor) -> None:
         """Update the parameters in place."""
         for part, each in zip(self._parts, rates, strict=True):
@@ -208,6 +251,22 @@ class Updater:
         if self._on_device and not takes_tensors(schedule):
             return schedule(int(updates))
         return schedule(updates)
+
+
+def _counted(leaves: Sequence[Leaf], slots: Mapping[str, Mapping[str, Any]]) -> dict[int, str]:
+    """The names, by index, of leaves with a second moment and no count of their own."""
+    names = [" ".join(slots.get(leaf.name, {})) for leaf in leaves]
+    return {
+        index: leaf.name
+        for index, leaf in enumerate(leaves)
+        if "exp_avg_sq" in names[index] and "step" not in names[index]
+    }
+
+
+def _moved(slot: torch.Tensor) -> bool:
+    """Whether a slot holds anything but zeros. So says one of a rank that holds no part."""
+    local = _torch.local_of(slot)
+    return not local.numel() or bool(local.any())
 
 
 def _check_slots(

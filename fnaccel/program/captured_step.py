@@ -25,10 +25,11 @@ from fnaccel.errors import CapabilityError
 from fnaccel.extend import Capture, Engine, Gradients, MicroBatches
 from fnaccel.models.moving_buffers import passes_put_back
 from fnaccel.optim import kernels
-from fnaccel.program.step_graph import Finished, FinishInputs, StepGraph, filled
+from fnaccel.program.step_graph import LATE, Finished, FinishInputs, StepGraph, filled
 from fnaccel.program.tail import Tail
 from fnaccel.step.loss import check_attached, read_loss
 from fnaccel.step.settings import Compiler
+from fnaccel.texts import first_of
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import enter
 from fnaccel.world.random_streams import generators_of
@@ -91,7 +92,15 @@ class CapturedStep:
         """Run a compiled program. If it can't be compiled, first check whether the loss itself fails."""
         try:
             return program(data, lent_models, info, *args)
-        except _torch.compile_errors():
+        except _torch.compile_errors() as error:
+            if LATE in str(error):
+                pairs = zip(self._capture.leaves, self._graph.used or (), strict=True)
+                raise CapabilityError(
+                    f"{LATE}: one of {first_of(leaf.name for leaf, used in pairs if not used)}",
+                    where="fa.compile",
+                    fix="fa.compile(step, scope='block'), where each update may use others; or use all "
+                    "parameters that are trained in the first update",
+                ) from error
             # shards are gathered by all ranks, and other ranks may not have failed
             if not any(leaf.sharded for leaf in self._capture.leaves):
                 self._try_eagerly(data, lent_models, info)
@@ -275,6 +284,8 @@ class CapturedPasses:
                 aux.put(unpacked(vector, aux.shapes))
         metrics = {**out.metrics, **aux.finish(step.group, device)}
         if out.grads is None:
+            if step.engine.layout.mesh.world.is_main:
+                step.updater.warn_of_absent([was or None for was in out.reached], self._inputs.updates)
             return Outcome(metrics, None, out.skip)
         layout = step.engine.layout
         gradients = Gradients(layout.leaves, apart(out.grads), out.multiplier, layout.held_by, device)

@@ -23,6 +23,13 @@ from fnaccel.program.tail import Tail
 from fnaccel.step.loss import Scalar, check_attached, check_reached, is_uncounted, masked, read_loss
 from fnaccel.tree import Tree
 
+LATE = "a parameter that no rank used in the first update gets a gradient"
+
+
+@torch.compiler.disable(reason=LATE)
+def _refuse() -> None:
+    """End the trace. `CapturedStep.call` finds the reason in torch's error."""
+
 
 class FinishInputs(NamedTuple):
     """What the last program takes beside its micro-batch. Each field is a tensor, a tree of tensors, or None.
@@ -66,6 +73,7 @@ class Finished(NamedTuple):
         answers: the sums of the questions.
         skip: 1 if the update was left out. None if the update is left to the caller, or never left out.
         weighted: whether the loss is an `fa.Mean`.
+        reached: whether each parameter got a gradient.
         grads, multiplier: the gradients, if the update is left to the caller.
     """
 
@@ -74,6 +82,7 @@ class Finished(NamedTuple):
     answers: torch.Tensor
     skip: torch.Tensor | None
     weighted: bool
+    reached: tuple[bool, ...]
     grads: list[torch.Tensor | None] | None
     multiplier: Any
 
@@ -171,10 +180,11 @@ class StepGraph:
         loss = divide(sums[0], weight, sums.device).to(dtype)
         # cloned, since a tensor that is returned twice is one output of a graph
         metrics: dict[str, Any] = {"loss": loss, "weight": weight.clone()}
+        reached = tuple(grad is not None for grad in grads)
         if self._tail is None:
-            return Finished(metrics, aux, sums[2:], None, weighted, grads, multiplier)
+            return Finished(metrics, aux, sums[2:], None, weighted, reached, grads, multiplier)
         skip = self._end(self._tail, grads, multiplier, metrics, given)
-        return Finished(metrics, aux, sums[2:], skip, weighted, None, None)
+        return Finished(metrics, aux, sums[2:], skip, weighted, reached, None, None)
 
     def check_reached(self, grads: Sequence[Any]) -> None:
         """Raise LossError if no parameter got a gradient, unless another rank may have some."""
@@ -231,6 +241,8 @@ class StepGraph:
         averaged = average([torch.zeros_like(param) if grad is None else grad for grad, param in pairs])
         reached = tuple(grad is not None for grad in grads)
         used = reached if self.used is None else self.used
+        if any(now and not then for now, then in zip(reached, used, strict=True)):
+            _refuse()
         return [grad if was else None for grad, was in zip(averaged, used, strict=True)]
 
     def _end(

@@ -88,6 +88,8 @@ def update(
             )
             drawing = functools.partial(instance.drawing, state.rng.root, step)
             before = tail.before_update(gradients, transforms, info, drawing)
+            if owner.mesh.world.is_main:
+                updater.warn_of_absent(gradients.shards, updates)
             guard.commit()  # the state is dead from here on
             metrics.update(updater.apply(gradients, rates, updates, reported))
             engine.clear()

@@ -11,6 +11,16 @@ OPERATIONS = "optim/operations.py"
 
 MUTANTS = [
     Mutant(
+        "parameters without a gradient in some updates are not named", "program/update.py",
+        "updater.warn_of_absent(gradients.shards, updates)", "pass",
+        ("tests/optim/test_absent_gradients.py", "-k", "counts_otherwise and adamw and local"),
+    ),
+    Mutant(
+        "a captured step drops gradients that come late", "program/step_graph.py",
+        "            _refuse()\n", "            pass\n",
+        ("tests/optim/test_absent_gradients.py", "-k", "used_later and sgd"),
+    ),
+    Mutant(
         "a rule that differs from its kernel", RULES, "ops.div(mean, _unbiased(beta1, info.updates))", "ops.div(mean, 1.0)",
         (PARTS, "-k", "the_rule_is and adamw"),
     ),
