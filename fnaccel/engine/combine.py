@@ -13,7 +13,7 @@ from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.rows import Rows, concatenated, rows_of_concat
 from fnaccel.errors import LossError
-from fnaccel.step.loss import Concat, Mean, Scalar, Sum, is_combinable, is_zero, parts_of, readable
+from fnaccel.step.loss import Concat, Mean, Scalar, Sum, counted, is_combinable, parts_of, readable
 from fnaccel.tree import Tree
 
 _WHERE = "the loss function's aux"
@@ -327,14 +327,9 @@ class AuxValues(Accumulation):
             self.add(aux, int(valid))
 
     def pair(self, leaf: Tree, rows: int) -> tuple[Any, Any]:
-        """Totals and weights without their graphs. A total of weight 0 is 0, because it may be NaN."""
+        """Totals and weights without their graphs."""
         total, weight = parts_of(leaf, rows, self.where)
-        total, weight = plain(total), plain(weight)
-        if isinstance(weight, torch.Tensor) and weight.dim():
-            return torch.where(weight == 0, torch.zeros_like(total), total), weight
-        if is_zero(weight):
-            return torch.zeros_like(total) if isinstance(total, torch.Tensor) else 0.0, weight
-        return total, weight
+        return plain(total), plain(weight)
 
     def rows(self, leaf: Concat) -> Rows:
         """Rows without their graphs."""
@@ -448,7 +443,7 @@ def combined(values: Sequence[Any]) -> Any:
         return type(first)([combined([value[place] for value in values]) for place in range(len(first))])
     if isinstance(first, Mean):
         weights = [value.weight for value in values]
-        return ratio(_added([value.total for value in values]), _added(weights))
+        return ratio(_added([counted(value.total, value.weight) for value in values]), _added(weights))
     if isinstance(first, Sum):
         return _added([value.value for value in values])
     if isinstance(first, Concat):
@@ -467,7 +462,7 @@ def ratio(total: Any, weight: Scalar) -> torch.Tensor:
     Its derivative is that of 0 there: the division is by 1.
     """
     if not isinstance(weight, torch.Tensor):
-        value = total / weight if weight else total * 0.0
+        value = total / weight if weight else counted(total, weight)
         return value if isinstance(value, torch.Tensor) else torch.full((), value)
     counts = weight != 0
     value = total / torch.where(counts, weight, torch.ones_like(weight))

@@ -136,13 +136,16 @@ def is_combinable(leaf: Tree) -> bool:
 
 
 def parts_of(leaf: Tree, rows: int, where: str) -> tuple[Any, Any]:
-    """(total, weight) of a leaf of `aux` or of metrics. A bare scalar stands for `rows` rows.
+    """(total, weight) of a leaf of `aux` or of metrics, the total as it counts.
+
+    A bare scalar stands for `rows` rows.
 
     Raises:
         LossError: a tensor that is no scalar, or an object, that does not say how it combines.
     """
     if isinstance(leaf, Mean):
-        return _as_tensor(leaf.total, where), _as_tensor(leaf.weight, where)
+        weight = _as_tensor(leaf.weight, where)
+        return counted(_as_tensor(leaf.total, where), weight), weight
     if isinstance(leaf, Sum):
         return _as_tensor(leaf.value, where), 1
     if not isinstance(leaf, torch.Tensor) and not _is_number(leaf):
@@ -301,6 +304,22 @@ def masked(total: torch.Tensor, weight: Scalar) -> tuple[torch.Tensor, Any]:
     valid = (weight >= 0) & (weight < math.inf)
     zero = torch.zeros_like(total)
     return torch.where(weight > 0, total, zero), torch.where(valid, weight, math.nan)
+
+
+def counted(total: Any, weight: Any) -> Any:
+    """A total as it counts in sums of aux and metrics: 0 where its weight is 0, since it may be NaN there.
+
+    Both may have dimensions. torch.compile can trace it.
+    """
+    is_tensor = isinstance(total, torch.Tensor)
+    if not isinstance(weight, torch.Tensor) or (readable(weight) and not weight.dim()):
+        if not is_zero(weight):
+            return total
+        return torch.zeros_like(total) if is_tensor else 0.0
+    if not is_tensor:
+        return total
+    total = total.to(weight.device) if total.device.type == "cpu" else total
+    return torch.where(weight.to(total.device) == 0, torch.zeros_like(total), total)
 
 
 def _nothing(total: torch.Tensor) -> torch.Tensor:

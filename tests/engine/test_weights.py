@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
 
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.step import loss
 from fnaccel.world.world import current
-from tests.tiny_models import batch_of, loss_fn, program, whole_params
+from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
 BAD = [-1.0, float("nan"), float("inf")]
 
@@ -120,6 +121,116 @@ def test_aux_over_nothing_counts_for_nothing(world):
     window = fa.data.Window([(x, torch.full((4,), -1)), (x, torch.ones(4))])
     _, metrics = train_step(train_step.init(), window)
     assert torch.isfinite(metrics["mean"])
+
+
+# the labels of three batches: some, none, some
+LABELS = [torch.tensor([[0, 1, -100, 1]]), torch.full((1, 4), -100), torch.tensor([[0, -100, 0, 0]])]
+
+
+def of_labels(model, batch):
+    """Means over the labels of a batch and over those of each class: NaN if there are none."""
+    x, labels = batch
+    counts = labels[..., 1:] != -100
+    of_class = torch.stack([(labels[..., 1:] == number).sum() for number in range(2)])
+    each = model(x[..., :3]).flatten() * torch.ones_like(counts)
+    of_each = torch.stack([each[labels[..., 1:] == number].mean() for number in range(2)])
+    return {
+        "tokens": fa.Mean.of_tokens(each[counts].mean(), labels),
+        "classes": fa.Mean(of_each * of_class, of_class),
+        "number": fa.Mean(each[counts].mean() * counts.sum(), weight=int(counts.sum())),
+        "plain": fa.Mean(float(each[counts].mean().detach()) * int(counts.sum()), weight=counts.sum()),
+    }
+
+
+def rows_of_labels():
+    x, _ = batch_of(len(LABELS))
+    return x, torch.cat(LABELS)
+
+
+def by_hand():
+    torch.manual_seed(0)
+    model = Net()
+    x, labels = rows_of_labels()
+    each = (model(x) * torch.ones(1, 3)).detach()
+    labels = labels[:, 1:]
+    mean = each[labels != -100].mean()
+    classes = torch.stack([each[labels == number].mean() for number in range(2)])
+    return {"tokens": mean, "classes": classes, "number": mean, "plain": mean}
+
+
+def scored(strategy):
+    """The metrics, and the same values as aux of a step of three micro-batches on one rank."""
+
+    def loss_of(model, batch):
+        aux = of_labels(model, batch)
+        return fa.Mean(model(batch[0]).sum(), len(batch[0]), aux)
+
+    train_step = program(loss_of, strategy=strategy)
+    try:
+        state = train_step.init(seed=0)
+        scores = fa.evaluate(train_step, state, of_labels, fa.shard(DataLoader(Rows(), batch_size=1)))
+        _, metrics = train_step(
+            state, fa.data.Window([*zip(*(v.split(1) for v in rows_of_labels()), strict=True)])
+        )
+        return scores, {name: metrics[name] for name in scores}
+    finally:
+        train_step.close()
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return len(LABELS)
+
+    def __getitem__(self, index):
+        x, labels = rows_of_labels()
+        return x[index], labels[index]
+
+
+def close(found, wanted):
+    for name, value in wanted.items():
+        torch.testing.assert_close(torch.as_tensor(found[name]).float(), value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("local", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_mean_over_nothing_counts_for_nothing_in_scores_and_aux(pools, strategy, ranks):
+    """`fa.evaluate` was NaN if one batch had no label."""
+    for scores, aux in pools.run(ranks, scored, strategy):
+        close(scores, by_hand())
+        close(aux, by_hand())
+
+
+def test_a_mean_over_nothing_on_a_device_that_the_host_does_not_read(world, monkeypatch):
+    monkeypatch.setattr(loss, "readable", lambda value: False)
+    monkeypatch.setattr("fnaccel.engine.combine.readable", lambda value: False)
+    scores, aux = scored("local")
+    wanted = {name: value for name, value in by_hand().items() if name != "plain"}  # a number is on the host
+    close(scores, wanted)
+    close(aux, wanted)
+
+
+def test_scores_over_nothing_at_all_have_no_value(world):
+    train_step = program()
+
+    def nothing(model, batch):
+        return fa.Mean.of_tokens(torch.tensor(float("nan")), torch.full((1, 4), -100))
+
+    assert fa.evaluate(train_step, train_step.init(), nothing, fa.shard(DataLoader(Rows()))).isnan()
+
+
+def test_a_pure_update_counts_a_mean_over_nothing_for_nothing(world):
+    def loss_of(model, batch):
+        x, labels = batch
+        counts, value = (labels[..., 1:] != -100).sum(), model(x).mean().detach()
+        aux = {"a": fa.Mean.of(value * counts / counts, counts), "b": fa.Mean(value * torch.nan, 0)}
+        return fa.Mean(model(x).sum(), len(x), aux)
+
+    train_step = program(fa.accumulate(loss_of, 3))
+    update, x = fa.pure(train_step), rows_of_labels()
+    _, wanted = train_step(train_step.init(seed=0), x)
+    _, metrics = update(update.init(seed=0), x)
+    for name in ("a", "b"):
+        torch.testing.assert_close(metrics[name], wanted[name])
+    assert metrics["b"] == 0.0
 
 
 @pytest.mark.parametrize("change", ["backward", "zero_grad"])

@@ -208,6 +208,11 @@ MUTANTS = [
         ("tests/transforms", "-k", "ema_follows"),
     ),
     Mutant(
+        "a score of weight 0 is NaN", "step/loss.py",
+        "return counted(_as_tensor(leaf.total, where), weight), weight", "return _as_tensor(leaf.total, where), weight",
+        ("tests/engine/test_weights.py", "-k", "scores_and_aux and local"),
+    ),
+    Mutant(
         "averages of buffers stay", "program/instance.py",
         "if self._buffer_averages and uncounted is not True:", "if False:",
         ("tests/transforms/test_averaged_buffers.py", "-k", "those_of_torch and local-1-eager"),
