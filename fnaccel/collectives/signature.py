@@ -190,9 +190,7 @@ def _not_plain(value: tree.Tree, at: int, leaf: Tree, name: str) -> ArgumentErro
         what, fix = f"a {leaf.layout} tensor", "pass leaf.to_dense(), or leaf.dequantize()"
     elif _in_graph(leaf):
         what = "part of a graph, and its gradient would end here"
-        fix = (
-            "pass leaf.detach() for a metric. The functions of torch.distributed.nn have a gradient"
-        )
+        fix = "pass leaf.detach() for a metric. The functions of torch.distributed.nn have a gradient"
     else:
         return None
     path = tree.paths(value)[at] or "(root)"
