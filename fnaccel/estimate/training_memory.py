@@ -21,7 +21,6 @@ from fnaccel.models import _torch
 from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import freeze, has_factories, release
 from fnaccel.optim.several import OptimizerLike
-from fnaccel.program.averaged import averages_of
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.launcher_flags import Chosen, choose
 from fnaccel.program.lower import Lowered
@@ -305,19 +304,18 @@ def _hold(account: Account, built: Built, sizes: Footprint, lowered: Lowered, ba
     tensors = [value for value in _torch.tree_leaves(batch) if isinstance(value, torch.Tensor)]
     account.hold(sizes.parameters, "parameters")
     account.hold(sizes.slots or 0, "optimizer")
-    account.hold(_averages(sizes) if lowered.settings.ema_decay is not None else 0, "averages")
-    buffers = dict(built.named("buffers"))
-    averages = averages_of(buffers) if lowered.settings.ema_buffers else {}
-    account.hold(sum(value.nbytes for value in averages.values()), "averages")
-    account.hold(sum(value.nbytes for value in buffers.values()), "model")
+    buffers = [value for _, value in built.named("buffers")]
+    averaged = [value for value in buffers if lowered.settings.ema_buffers and value.is_floating_point()]
+    account.hold(_averages(sizes, averaged) if lowered.settings.ema_decay is not None else 0, "averages")
+    account.hold(sum(value.nbytes for value in buffers), "model")
     account.hold(sum(value.nbytes for value in tensors), "batch")
 
 
-def _averages(sizes: Footprint) -> int:
-    """The bytes of the averages of the parameters, which have 32 bits at least."""
-    trained = (each for each in sizes.placed if each.trained)
-    wide = torch.float32
-    return sum(math.prod(each.part) * torch.promote_types(each.dtype, wide).itemsize for each in trained)
+def _averages(sizes: Footprint, buffers: list[torch.Tensor]) -> int:
+    """The bytes of the averages of parameters and buffers, which have 32 bits at least."""
+    counts = [(math.prod(each.part), each.dtype) for each in sizes.placed if each.trained]
+    counts += [(value.numel(), value.dtype) for value in buffers]
+    return sum(count * torch.promote_types(dtype, torch.float32).itemsize for count, dtype in counts)
 
 
 def _send_by_step(account: Account, sizes: Footprint, lowered: Lowered, *, sharded: bool) -> None:

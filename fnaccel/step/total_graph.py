@@ -187,15 +187,16 @@ def _counts(node: Any) -> set[float]:
 
 
 def _number(node: Any, *names: str) -> float | None:
-    """The factor that an operation has saved, or None if it has none that the host can read."""
+    """The factor that an operation has saved, or None if it has none that the host can read.
+
+    What hooks of saved tensors hold stays packed: they may compute a region again to unpack it.
+    """
     for name in names:
-        value = getattr(node, name, None)
-        if isinstance(value, torch.Tensor) and (
-            type(value) is not torch.Tensor or value.numel() != 1 or not readable(value)
-        ):
-            return None
+        raw = getattr(node, f"_raw{name}", None)
+        value = getattr(node, name, None) if raw is None else raw.data
         if value is not None:
-            return float(value)
+            held = type(value) is torch.Tensor and value.numel() == 1 and readable(value)
+            return float(value) if held or isinstance(value, int | float) else None
     return None
 
 

@@ -54,8 +54,8 @@ MUTANTS = [
         ("tests/models/test_gradient_hooks.py", "-k", "after_init and local"),
     ),
     Mutant(
-        "averages in the dtype of the parameters", "program/instance.py",
-        "dtype = torch.promote_types(leaf.shard.dtype, torch.float32)", "dtype = leaf.shard.dtype",
+        "averages in the dtype of the parameters", "program/averaged.py",
+        "tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)", "tensor.clone()",
         ("tests/transforms/test_averaging.py", "-k", "move and local-1-eager"),
     ),
     Mutant(

@@ -300,7 +300,7 @@ def drawn():
         model=fa.distribute(lambda: model, fa.tensor(2, plan)), optimizer=fa.sgd(0.1),
     )  # fmt: skip
     train_step(train_step.init(), torch.ones(4, 2))
-    return model.inside, model.outside
+    return model.inside[-2:], model.outside[-2:]  # the probe has called it before the two micro-batches
 
 
 def test_random_numbers_within_layers_differ_between_ranks(pools):
