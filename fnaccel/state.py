@@ -428,7 +428,8 @@ def refuse_averaged(lease: Lease | None, where: str) -> None:
         raise AveragedError(
             "the parameters hold the averages of with_ema at this moment, not the values that are trained",
             where=where,
-            fix="call it after the body of train_step.averaged(state), or after fa.evaluate(ema=True)",
+            fix="call it after the body of train_step.averaged(state), or after fa.evaluate(ema=True). If an "
+            "error of a signal handler has cut its end, make a new train step",
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,7 @@ class Hooks:
             of the engine, so it is saved and restored.
         after_update: after each update, with its step, before the next state is shown. Returns the next state
             of the axis itself.
+        told: what this rank has done in an update, which all ranks do in one order. Each update clears it.
         end: as soon as a state is complete: made, filled, or updated.
         free: at `close()`.
     """
@@ -166,6 +168,7 @@ class Hooks:
     ask: Callable[[MicroBatches], Question] | None = None
     init: Callable[[], Tree] | None = None
     after_update: Callable[[Updated], Tree] | None = None
+    told: deque[str] = attrs.field(factory=deque, eq=False)
     end: Callable[[], None] | None = None
     free: Callable[[], None] | None = None
 

@@ -1,4 +1,6 @@
-"""`SamePosition`: a check that all ranks train on the same batch, within the all-reduce that each step makes.
+"""`SamePosition`: all ranks train on the same batch, and gather the same weights.
+
+They compare in the all-reduce that each step makes.
 
 A loop written by hand may skip a batch on one rank. From then on each update would mix rows of two batches.
 `same_rows.py` compares the contents of one batch between ranks that share its rows.
@@ -6,6 +8,8 @@ A loop written by hand may skip a batch on one rank. From then on each update wo
 
 from __future__ import annotations
 
+import zlib
+from collections import deque
 from typing import Any
 
 import torch
@@ -14,16 +18,17 @@ import torch.distributed as dist
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import RankMismatchError
 from fnaccel.state import Position
+from fnaccel.texts import first_of
 from fnaccel.world.mesh import Mesh
 
 _CODES = 1_048_573  # a prime, so small that a sum of squares over 8,192 ranks is exact in float64
 
 
-def same_position(mesh: Mesh) -> SamePosition | None:
+def same_position(mesh: Mesh, told: deque[str]) -> SamePosition | None:
     """The comparison for the ranks that share the totals of a step. None on a single rank."""
     group = mesh.group("loss")
     # the collectives of a simulated world move nothing
-    return None if group is None or mesh.world.backend == "fake" else SamePosition(group)
+    return None if group is None or mesh.world.backend == "fake" else SamePosition(group, told)
 
 
 class SamePosition:
@@ -35,12 +40,14 @@ class SamePosition:
 
     Args:
         group: the ranks that share the all-reduce.
+        told: what this rank has done in the step that all ranks have to do: the weights that it has gathered.
     """
 
-    __slots__ = ("_differ", "_group", "_late", "_position")
+    __slots__ = ("_differ", "_group", "_late", "_position", "_told")
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, told: deque[str]) -> None:
         self._group = group
+        self._told = told
         self._position: Position | None = None
         self._differ = False
         self._late: tuple[torch.Tensor, Any] | None = None
@@ -60,14 +67,14 @@ class SamePosition:
             self._compare(sums)
         self.check()
         self._position = position
+        self._told.clear()
 
     @property
     def numbers(self) -> tuple[float, float]:
         """The numbers of this rank, which ranks sum."""
         position = self._position
-        if position is None:
-            return 0.0, 0.0
-        code = 1 + (position.epoch * 8_191 + position.samples) % _CODES
+        at = 0 if position is None else 1 + position.epoch * 8_191 + position.samples
+        code = (at + zlib.crc32("\n".join(self._told).encode())) % _CODES
         return float(code), float(code * code)
 
     def hear(self, sums: torch.Tensor | None, device: torch.device) -> None:  # noqa: ARG002 - for others
@@ -88,10 +95,10 @@ class SamePosition:
         self._differ = squares * self._group.size() != total * total
 
     def check(self) -> None:
-        """Raise on every rank if the positions are known to differ.
+        """Raise on every rank if ranks are known to differ.
 
         Raises:
-            RankMismatchError: see above. Names the position of each rank.
+            RankMismatchError: see above. Names the position of each rank, or the weights that it gathered.
         """
         if not self._differ:
             return
@@ -103,8 +110,27 @@ class SamePosition:
             else f"epoch {position.epoch}, sample {position.samples}"
         )
         listed = gather_objects((dist.get_rank(), text), over=self._group)
+        if len({at for _, at in listed}) == 1:
+            orders = gather_objects((dist.get_rank(), list(self._told)), over=self._group)
+            raise RankMismatchError(
+                "ranks use different layers, and would compute with parts of different weights: "
+                + "; ".join(
+                    f"rank {rank} {first_of(order)}" for rank, order in _from_first_difference(orders)
+                ),
+                where="the loss function under fsdp()",
+                fix="call the same layers on every rank: draw them with info.key, which is equal on all; "
+                "or fa.ddp(), whose ranks may differ",
+            )
         raise RankMismatchError(
             f"ranks have different batches: {'; '.join(f'rank {rank} is at {at}' for rank, at in listed)}",
             where="train_step(state, batch)",
             fix="take and skip the same batches on every rank, or let fa.scan(train_step, state, shards) run",
         )
+
+
+def _from_first_difference(orders: list[tuple[int, list[str]]]) -> list[tuple[int, list[str]]]:
+    """What each rank has done from the first difference on."""
+    steps = zip(*(told for _, told in orders), strict=False)
+    shortest = min(len(told) for _, told in orders)
+    same = next((number for number, step in enumerate(steps) if len(set(step)) > 1), shortest)
+    return [(rank, told[same:] or ["nothing more"]) for rank, told in orders]

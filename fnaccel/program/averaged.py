@@ -16,7 +16,7 @@ from fnaccel.step.loss import Scalar
 class Averaged(Exchange):
     """A context in whose body parameters hold the averages of `with_ema`, and the lease says so.
 
-    If the parameters can't be put back (memory ran out), the state is dead.
+    If the parameters can't be put back (memory runs out twice), the state is dead.
 
     Args:
         engine: the tensors.
@@ -39,14 +39,13 @@ class Averaged(Exchange):
 
     def undo(self) -> None:
         """Exchange them again."""
-        lease = self._lease
-        try:
-            super().undo()
-        except BaseException:
-            lease.owner.donate_live()
-            raise
-        finally:
-            lease.averaged = False
+        super().undo()
+        self._lease.averaged = False
+
+    def lose(self) -> None:
+        """Let the state be dead."""
+        self._lease.owner.donate_live()
+        self._lease.averaged = False
 
 
 def average_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,7 @@ class Instance:
         self.shares = any(degree > 1 for degree in mesh.degrees.values())
         self.access = _access(engine)
         register(built, self.access)
-        self.position = same_position(mesh)
+        self.position = same_position(mesh, engine.hooks.told)
         self.same_rows = SameRows(mesh) if mesh.batch_size < world.size else None
         self.sharded = is_sharded(engine.layout.parameters.values())
         self.skips = SkippedUpdates(lowered.settings.max_skipped, speaks=world.is_main)

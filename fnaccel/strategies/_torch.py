@@ -143,7 +143,7 @@ def before_shards_talk(unit: Any, call: Talks) -> Callable[[], None]:
     `lacking` are the parameters that have no gradient to reduce.
 
     Returns:
-        A function that ends it.
+        A function that ends it for what is reduced.
     """
     groups = shard_groups_of(unit._get_fsdp_state())
     for group in groups:
@@ -152,7 +152,6 @@ def before_shards_talk(unit: Any, call: Talks) -> Callable[[], None]:
 
     def end() -> None:
         for group in groups:
-            vars(group).pop("unshard", None)
             vars(group).pop("post_backward", None)
 
     return end

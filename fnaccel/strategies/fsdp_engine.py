@@ -76,6 +76,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
         finish=_averager(averaged, mesh) if averaged else None,
         abandon=order.abandon,
         explain=_explained,
+        told=order.told,
     )
     engine = Engine(
         name="fsdp",

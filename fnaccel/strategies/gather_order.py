@@ -1,31 +1,40 @@
-"""`GatherOrder`: up to the first update, ranks see that they gather and reduce units in one order."""
+"""`GatherOrder`: ranks see that they gather units in one order. Up to the first update they wait at each."""
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from fnaccel.models.building import Built
 from fnaccel.strategies._torch import before_shards_talk
 from fnaccel.texts import first_of
+from fnaccel.world import progress_marks
 from fnaccel.world.mesh import Mesh
 
 FORWARDS = 16
 """The forwards that are compared at most: a model that is not trained has no first backward pass."""
+
+_REMEMBERED = 4_096
+"""The newest things that a rank remembers: evaluations gather without end."""
 
 _HOST = "target."
 """What FSDP2 puts before the names of parameters of a single model."""
 
 
 class GatherOrder:
-    """Compares the units of one model between ranks until its first backward passes have ended.
+    """Compares the units of one model between ranks, before each until its first backward passes have ended.
+
+    Afterwards it remembers what this rank has gathered in a step. Ranks compare that in the totals of the
+    step (`engine.same_position`): they would join parts of different weights without a word.
 
     Args:
         built: modules that FSDP2 has sharded.
         mesh: of the train step.
 
     Attributes:
-        open: whether ranks still compare.
+        open: whether ranks still compare before each unit.
+        told: what this rank has done with units in this step.
     """
 
     def __init__(self, built: Built, mesh: Mesh) -> None:
@@ -33,6 +42,7 @@ class GatherOrder:
         self._forwards = 0
         self._order = self._world.same_order()
         self.open = self._order is not None
+        self.told: deque[str] = deque(maxlen=_REMEMBERED)
         self._ends: list[Callable[[], None]] = []
         if not self.open:
             return
@@ -53,13 +63,13 @@ class GatherOrder:
             does: the predicate.
             lacking: parameters of it without a gradient.
         """
+        text = f"{does} {unit}"
+        if lacking:
+            text += f" without a gradient of {first_of(n.removeprefix(_HOST) for n in lacking)}"
+        self.told.append(text)
+        progress_marks.note(text)
         if self._order is not None:
-            without = (
-                f" without a gradient of {first_of(n.removeprefix(_HOST) for n in lacking)}"
-                if lacking
-                else ""
-            )
-            self._order.next(f"{does} {unit}{without}")
+            self._order.next(text)
 
     def end_forward(self) -> None:
         """Wait until all ranks have ended a forward."""
@@ -69,11 +79,11 @@ class GatherOrder:
             self.close()
 
     def close(self) -> None:
-        """Compare nothing any more, once all ranks come here."""
+        """Compare before no unit any more, once all ranks come here."""
         self.tell("its passes", "ends")
         self._order, self.open = None, False
         while self._ends:
-            self._ends.pop()()
+            self._ends.pop()()  # of gradients: ranks that reduce other units have gathered others
 
     def abandon(self, error: Exception) -> None:
         """Tell ranks that may wait for this one that an error has ended its pass."""

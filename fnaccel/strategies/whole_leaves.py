@@ -194,8 +194,7 @@ class WholeLeaves:
     def values(self) -> dict[str, torch.Tensor]:
         """All parameters whole, by canonical name, until the gradients of this update are reduced."""
         if not self.held:
-            if self._order.open:
-                self._order.tell("all parameters for fa.params", "gathers")
+            self._order.tell("all parameters for fa.params", "gathers")
             whole = self._shards.gather()
             for leaf in self._leaves:
                 if leaf.param.requires_grad:  # not while the model is lent

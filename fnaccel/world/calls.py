@@ -7,7 +7,7 @@ one name a call. Nothing is sent here.
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 import sysconfig
 import threading
 from collections import deque
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import ParamSpec, TypeVar
+
+from fnaccel.world import progress_marks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,12 +50,13 @@ class CallLog:
         explain: says which error to raise if a collective fails.
     """
 
-    __slots__ = ("abandoned", "count", "explain", "failed", "failed_at", "newest", "thread", "why")
+    __slots__ = ("_frame", "abandoned", "count", "explain", "failed", "failed_at", "newest", "thread", "why")
 
     def __init__(self) -> None:
         self.count = 0
         self.newest: deque[tuple[int, str]] = deque(maxlen=NAMES)
         self.thread: int | None = None
+        self._frame: FrameType | None = None  # whose callers wait: another thread can't read frames that run
         self.failed = 0
         self.failed_at = ""
         self.abandoned = 0
@@ -68,12 +71,14 @@ class CallLog:
         """
         thread = threading.get_ident()
         if self.thread == thread:  # the outer call names this one, and explains its errors
+            progress_marks.note(f"calls {name}")
             return fn(*args, **kwargs)
         if self.thread is not None:  # a save in the background, which has a process group of its own
             return self.explained(name, fn, *args, **kwargs)
         self.count += 1
         self.newest.append((self.count, name))
         self.thread = thread
+        self._frame = inspect.currentframe()
         for listener in LISTENERS:
             listener(self.count, name, True)
         try:
@@ -82,7 +87,7 @@ class CallLog:
             self.failed, self.failed_at = self.count, self.place()
             raise
         finally:
-            self.thread = None
+            self.thread = self._frame = None
             for listener in LISTENERS:
                 listener(self.count, name, False)
 
@@ -112,16 +117,7 @@ class CallLog:
         """The line of the script that made the current call, such as `"train.py:12"`, or `""` if unknown."""
         if self.thread is None:
             return self.failed_at if self.failed == self.count else ""
-        # private, and the only way to see another thread's stack
-        frame = sys._current_frames().get(self.thread or 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        called = frame
-        while frame is not None:
-            if frame.f_code is CallLog.run.__code__ and frame.f_locals.get("self") is self:
-                called = (
-                    frame  # the outermost one: what is above it may be a loss function, of the script too
-                )
-            frame = frame.f_back
-        return place_of(called)
+        return place_of(self._frame)
 
 
 def place_of(frame: FrameType | None) -> str:

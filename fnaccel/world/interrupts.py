@@ -67,7 +67,7 @@ class Swapped(ABC):
 
     @abstractmethod
     def undo(self) -> None:
-        """Put back as much as `change` has changed."""
+        """Put back as much as `change` has changed. Called again if an error has ended it."""
 
     def __enter__(self) -> None:
         handler: Any = _signal.getsignal(SIGINT) if threading.get_ident() == _main else None
@@ -85,7 +85,7 @@ class Swapped(ABC):
 
     def __exit__(self, *_: object) -> None:
         try:
-            self.undo()
+            self._undo()
         finally:
             self._ended = True
             if self._previous is not None:
@@ -93,6 +93,20 @@ class Swapped(ABC):
                     _signal.signal(SIGINT, self._previous)
                 if self._arrived:
                     _signal.raise_signal(SIGINT)
+
+    def _undo(self) -> None:
+        try:
+            self.undo()
+        except BaseException:  # of another signal's handler, or memory: it goes on from there
+            try:
+                self.undo()
+            except BaseException:
+                self.lose()
+                raise
+            raise
+
+    def lose(self) -> None:  # noqa: B027 - most have nothing to lose
+        """Make what has other values unusable: they can't be put back."""
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if not self._ended and self._is_at_an_end(frame):

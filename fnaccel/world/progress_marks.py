@@ -89,6 +89,16 @@ def enter_step(step: int, of: str, *, first: bool, shares: bool) -> None:
     NOW.step, NOW.of, NOW.first, NOW.shares = step, of, first, shares
 
 
+NOTED: list[Callable[[str], None]] = []
+"""Functions that hear what this process does within its phase, with other ranks."""
+
+
+def note(what: str) -> None:
+    """Note what this process begins within its phase: a unit that it gathers, or a call inside of a step."""
+    for listener in NOTED:
+        listener(what)
+
+
 _compiling = ExitStack()
 _told: list[Callable[[Any], None]] = []
 """The functions that torch calls as a compilation begins."""

@@ -33,7 +33,8 @@ SIZE = 256
 _MARK = struct.Struct("<QqiB??64s")
 _CALL = struct.Struct("<QQ?64s")
 _THREAD = struct.Struct("<Q")
-_CALL_AT, _THREAD_AT = 96, 192
+_NOTE = struct.Struct("<56s")
+_CALL_AT, _THREAD_AT, _NOTE_AT = 96, 192, 200
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
 
@@ -52,6 +53,7 @@ class RankRecord:
         names: the newest of these calls. The last is call number `calls`.
         inside: whether it is inside that call.
         line: the line of the script that made the call, if that can be told.
+        does: what it has begun last within its phase, as the predicate of a sentence: "gathers blocks.1".
         abandoned, why: the number of the newest call that an error ended on this rank alone, or 0, and the
             reason.
 
@@ -83,6 +85,7 @@ class RankRecord:
     names: tuple[str, ...] = attrs.field(default=(), converter=tuple[str, ...])
     inside: bool = False
     line: str = ""
+    does: str = ""
     abandoned: int = 0
     why: str = ""
     # the end
@@ -195,6 +198,7 @@ class SharedRecords:
             calls=count,
             names=(_text(call),) if count else (),
             inside=inside,
+            does=_text(*_NOTE.unpack_from(self._memory, at + _NOTE_AT)),
         )
 
     def thread(self, number: int) -> int:
@@ -215,6 +219,7 @@ class SharedRecords:
             if mark.of is not name:
                 name, encoded = mark.of, mark.of.encode()[:64]
             marks += 1
+            _NOTE.pack_into(memory, at + _NOTE_AT, b"")
             _MARK.pack_into(
                 memory, at, marks, mark.step, mark.micro_batch, _NUMBERS[mark.phase],
                 mark.first, mark.shares, encoded,
@@ -225,14 +230,21 @@ class SharedRecords:
             changes += 1
             _CALL.pack_into(memory, at + _CALL_AT, changes, count, inside, call.encode()[:64])
 
+        def note(what: str) -> None:
+            nonlocal changes
+            changes += 1
+            _NOTE.pack_into(memory, at + _NOTE_AT, what.encode()[:56])
+
         _THREAD.pack_into(memory, at + _THREAD_AT, threading.main_thread().ident or 0)
         listening = progress_marks.listening(note_mark)
         listening.__enter__()
         calls.LISTENERS.append(note_call)
+        progress_marks.NOTED.append(note)
 
         def end() -> None:
             if note_call in calls.LISTENERS:
                 calls.LISTENERS.remove(note_call)
+                progress_marks.NOTED.remove(note)
                 listening.__exit__(None, None, None)
 
         _writers.append(end)

@@ -194,7 +194,7 @@ def _explain(records: Sequence[RankRecord]) -> Finding:
     if len(behind) < len(records):
         return Finding(
             ranks=_numbers(behind),
-            what=f"{_places(behind)}{_waiting(behind, records)}",
+            what=f"{_places(behind)}{_waiting(behind, records)}{_doing(records)}",
             fix="see the stack: a loss function that blocks, or a collective that other ranks do not make",
         )
     return _together(records)
@@ -281,7 +281,7 @@ def _together(records: Sequence[RankRecord]) -> Finding:
             "see the stacks: another collective on one of the ranks, a network that fails, or a phase that "
             "needs a longer limit"
         )
-    return Finding(ranks=(), what=f"{what.format(age)}, in {_steps(records)}", fix=fix)
+    return Finding(ranks=(), what=f"{what.format(age)}, in {_steps(records)}{_doing(records)}", fix=fix)
 
 
 def _progress(record: RankRecord) -> tuple[int, int]:
@@ -331,6 +331,14 @@ def _waiting(culprits: Sequence[RankRecord], records: Sequence[RankRecord]) -> s
     if not others:
         return ""
     return f", and {_names(others)} {_verb(others, 'waits', 'wait')} for {_verb(culprits, 'it', 'them')}"
+
+
+def _doing(records: Sequence[RankRecord]) -> str:
+    """The end of the sentence: what each rank has begun last, if ranks differ in that."""
+    if len({record.does for record in records}) == 1:
+        return ""
+    listed = (f"rank {record.rank} {record.does or 'no part of the model'}" for record in records)
+    return f". Last, {', and '.join(listed)}"
 
 
 @attrs.define

@@ -123,6 +123,33 @@ def test_three_ranks_and_replicas(pools):
         assert "gathers blocks.1, and rank 3 gathers blocks.2" in text
 
 
+def skips_another_layer(strategy):
+    """LayerDrop that draws on each rank: as many collectives, of other weights."""
+    skipped: list[tuple[int, ...]] = [()]
+
+    def loss_fn(model, x):
+        return fa.Mean(model(x, skip=skipped[0]).square().sum(), weight=len(x))
+
+    train_step, state = made(loss_fn, strategy)
+    state, _ = train_step(state, rows(0))
+    before = [whole(param) for param in state.params.values()]
+    skipped[0] = (current().rank % 2,)
+    with pytest.raises(fa.errors.RankMismatchError) as raised:
+        train_step(state, rows(1))
+    assert all(map(torch.equal, map(whole, state.params.values()), before))
+    skipped[0] = (1,)
+    state, _ = train_step(state, rows(1))
+    return str(raised.value)
+
+
+def test_ranks_that_use_other_layers_after_the_first_update(pools):
+    for text in pools.run(2, skips_another_layer, "fsdp"):
+        assert "rank 0 gathers blocks.1, gathers blocks.2, " in text
+        assert "rank 1 gathers blocks.0, gathers blocks.2, " in text
+    for text in pools.run(2, skips_another_layer, "fsdp(reshard_after_forward=False)"):
+        assert "rank 0 gathers blocks.1, gathers blocks.2" in text
+
+
 def looks(fault, call, folder):
     with fa.start(device="cpu", watchdog=0):
         loss = Loss(None)

@@ -59,6 +59,8 @@ STOPPED = {"state": "T", "stopped": 11.0}
         ([LOOKS, WAITS | {"calls": 8, "phase": "forward"}], (1,), "rank 1 has ended call 7"),
         ([LOOKS | {"age": 51.0}, {"phase": "outside", "calls": 7, "age": 51.0}], (1,), "rank 1 has been in code of the script"),
         ([WAITS | {"first": True, "age": 301.0}] * 2, (), "all ranks have been in gradients for 301 s"),
+        ([WAITS | {"does": "gathers a"}, WAITS | {"does": "calls fa.reduce"}], (), "s, in step 5. Last, rank 0 gathers a, and rank 1 calls fa.reduce"),
+        ([WAITS | {"does": "gathers a"}, WAITS | {"phase": "forward"}], (1,), "rank 0 waits for it. Last, rank 0 gathers a, and rank 1 no part"),
         ([WAITS | {"shares": False, "first": True, "age": 301.0}, {"sequence": 0, "shares": False, "first": True, "age": 301.0}], (1,), "rank 1"),
     ],
 )  # fmt: skip
@@ -147,6 +149,22 @@ def test_a_record_holds_the_newest_mark_and_call():
     )
     assert found.sequence == 4
     assert not calls.LISTENERS
+
+
+def test_a_record_says_what_a_phase_has_begun_last():
+    records = SharedRecords.make(1)
+    log = calls.CallLog()
+    end = records.write(0)
+    try:
+        enter("forward")
+        log.run("train_step", log.run, "fa.reduce", lambda: None)
+        inside = records.read(0)
+        enter("update")
+    finally:
+        end()
+    assert (inside.does, inside.names) == ("calls fa.reduce", ("train_step",))
+    assert records.read(0).does == ""
+    records.close()
 
 
 def test_forks_do_not_write():

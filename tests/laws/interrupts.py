@@ -96,12 +96,17 @@ def _equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+class TimeIsUp(Exception):  # noqa: N818 - no error of the program
+    """Of a handler of SIGALRM."""
+
+
 class Interrupter:
     """Counts the lines of the package that run in its body, and raises at one of them.
 
     Args:
         at: the number of the line. None: none.
-        signals: send so many SIGINTs, one at each line from there on, in the place of raising.
+        signals: send so many SIGINTs, one at each line from there on, in the place of raising. -1: raise a
+            TimeIsUp, as the handler of a SIGALRM does, which nothing holds back.
     """
 
     def __init__(self, at: int | None, signals: int = 0) -> None:
@@ -127,6 +132,8 @@ class Interrupter:
             self.lines += 1
             if self.at is not None and 0 <= self.lines - self.at < max(self.signals, 1):
                 self.place = self.place or f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                if self.signals < 0:
+                    raise TimeIsUp
                 held = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
                 if not self.signals and not held:  # a Ctrl-C would wait there
                     raise KeyboardInterrupt

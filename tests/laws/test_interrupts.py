@@ -58,6 +58,16 @@ def test_law_15_holds_for_calls_that_change_the_model_for_a_while(pools, call, s
     assert not [outcome for outcome in outcomes if outcome.wrong]
 
 
+@pytest.mark.long_except(r"evaluate")
+@pytest.mark.parametrize(("call", "stride"), [("evaluate(ema=True)", 13), ("export_hf(ema=True)", 53)])
+def test_an_error_that_nothing_holds_back_leaves_no_mixed_values(pools, call, stride):
+    """The handler of a SIGALRM raises at any line, also while parameters and averages are exchanged."""
+    (outcomes,) = pools.run(1, interrupt_call, call, "local", 2, stride, -1)
+    assert len(outcomes) > 5
+    assert not [outcome for outcome in outcomes if outcome.wrong]
+    assert "live" in {outcome.kind for outcome in outcomes}
+
+
 @pytest.mark.parametrize("kind", ["local", "fsdp"])
 def test_law_15_holds_where_init_takes_the_modules(pools, kind):
     (outcomes,) = pools.run(1, interrupt_call, "init of a built module", kind, -30, 1, 2)

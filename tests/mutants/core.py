@@ -31,6 +31,11 @@ MUTANTS = [
         ("tests/engine/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-eager"),
     ),
     Mutant(
+        "gathers of later steps are not compared", "engine/same_position.py",
+        '(at + zlib.crc32("\\n".join(self._told).encode()))', "at",
+        ("tests/launch/test_gather_order.py", "-k", "other_layers"),
+    ),
+    Mutant(
         "positions whose mean is one of them", "engine/same_position.py",
         "self._differ = squares * self._group.size() != total * total",
         "self._differ = total != self._group.size() * int(self.codes[0])",
@@ -387,6 +392,15 @@ MUTANTS = [
     ),
     Mutant(
         "an exchange is not undone", "engine/exchange.py", "            self._kept.pop()", "            self._kept.clear()",
+        ("tests/program/test_live_state.py", "-k", "TestAverages"),
+    ),
+    Mutant(
+        "a pair in work is taken for untouched", "engine/exchange.py", "                self._kept[-1] = (value,)\n", "",
+        ("tests/program/test_live_state.py", "-k", "TestAverages"),
+    ),
+    Mutant(
+        "what can't be put back at once is lost", "world/interrupts.py",
+        "            try:\n                self.undo()\n", "            try:\n                raise\n",
         ("tests/program/test_live_state.py", "-k", "TestAverages"),
     ),
     Mutant(

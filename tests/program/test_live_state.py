@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -11,6 +12,7 @@ import attrs
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
@@ -263,24 +265,38 @@ class TestAverages:
             fa.evaluate(train_step, state, score, shards(), ema=True)
         assert same(fa.snapshot(state), before)
 
-    def test_an_exchange_that_fails_in_the_middle_is_undone(self, monkeypatch):
-        from fnaccel.engine import exchange
-
+    @pytest.mark.parametrize("at", range(49))  # 24 copies there, 24 back, and one that does not come
+    def test_an_exchange_that_fails_in_the_middle_is_undone(self, at):
         train_step, state = self.begun()
         before = fa.snapshot(state)
-        swap, calls = exchange._exchange, []
-
-        def out_of_memory(first, second):
-            calls.append(1)
-            if len(calls) == 3:
-                raise MemoryError
-            return swap(first, second)
-
-        monkeypatch.setattr(exchange, "_exchange", out_of_memory)
-        with pytest.raises(MemoryError), train_step.averaged(state):
+        with FailingCopies({at}), contextlib.suppress(MemoryError), train_step.averaged(state):
             pass
         assert same(fa.snapshot(state), before)
         train_step(state, batch_of(4))
+
+    def test_a_state_that_can_not_be_put_back_is_dead(self):
+        train_step, state = self.begun()
+        with pytest.raises(MemoryError), FailingCopies({1, 2, 3}), train_step.averaged(state):
+            pass
+        with pytest.raises(errors.StaleStateError):
+            fa.snapshot(state)
+
+
+class FailingCopies(TorchFunctionMode):
+    """In the body some calls of `clone` and `copy_` fail, by number. A copy that fails has written already."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers, self.count = numbers, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.clone, torch.Tensor.copy_):
+            self.count += 1
+            if self.count - 1 in self.numbers:
+                if func is torch.Tensor.copy_:
+                    args[0].fill_(float("nan"))
+                raise MemoryError
+        return func(*args, **(kwargs or {}))
 
 
 class TestReadOnly:
