@@ -19,13 +19,17 @@ from fnaccel.errors import (
     require,
 )
 from fnaccel.program.train_step import TrainStep
-from fnaccel.state import TrainState
+from fnaccel.state import TrainState, lease_of
 from fnaccel.step.step import Phase, Step
 from fnaccel.transforms.per_example import Noise, PerExample
 
 Accountant = Literal["prv", "rdp"]
 
 _WHERE = "fa.epsilon"
+_PRECISION = 0.01
+"""The error of epsilon by "prv"."""
+_POINTS = 4_000_000
+"""Points of its discretisation at most: some 400 MiB, and two seconds."""
 
 _SAFE = frozenset({
     "accumulate", "attention", "cast_layers", "clip_norm", "clip_value", "compile", "remat", "skip_nonfinite",
@@ -57,7 +61,8 @@ def epsilon(
 
     Raises:
         ArgumentError: the claim would be false: batches are not drawn, the sum is divided by another number,
-            there is no noise, a transform may read rows beside it, or steps were made on other data.
+            there is no noise, a transform may read rows beside it, or steps were made on other data. Or so
+            little noise that `"prv"` would take the memory of the machine.
         MissingBackendError: Opacus is not installed.
         UnknownNameError: no such accountant.
 
@@ -107,12 +112,41 @@ def epsilon(
             where=_WHERE,
             fix="train from train_step.init() on, and restore checkpoints of such runs only",
         )
+    read = (lease_of(state, _WHERE).owner.instance.source or {}).get("samples", samples)
+    if read != samples:
+        raise ArgumentError(
+            f"the last batch was one of {read} rows, and these shards have {samples}",
+            where=_WHERE,
+            fix="the shards that the state was trained on",
+        )
+    if delta > 1 / samples:
+        warnings.warn(
+            f"delta={delta:g} is more than 1 over the {samples:,} rows: to publish one whole row would do",
+            UserWarning,
+            stacklevel=2,
+        )
     if steps == 0:
         return 0.0
     rate = expected / samples
     _check_never_empty(steps, samples, rate, delta)
+    history = [(noise.multiplier, rate, steps)]
+    if accountant == "prv":
+        # the domain of Opacus (compute_safe_domain_size), whose points it holds in several arrays
+        reach = _spent("rdp", history, delta / 1000 / 4)
+        points = 2 * reach * math.sqrt(steps * math.log(12_000 / delta) / 2) / _PRECISION
+        if points > _POINTS:
+            raise ArgumentError(
+                f'so little noise has an epsilon of {_spent("rdp", history, delta):.3g} by "rdp", and "prv" '
+                f"would need {points:.1e} points for two digits after the comma",
+                where=_WHERE,
+                fix='accountant="rdp"; or more noise: no epsilon above 10 hides much',
+            )
+    return _spent(accountant, history, delta)
+
+
+def _spent(accountant: Accountant, history: list[tuple[float, float, int]], delta: float) -> float:
     counted = _accountants().create_accountant(accountant)
-    counted.history = [(noise.multiplier, rate, steps)]
+    counted.history = history
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of numpy, where a bound at some order overflows
         return max(0.0, float(counted.get_epsilon(delta=delta)))

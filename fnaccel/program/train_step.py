@@ -12,7 +12,7 @@ from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.building import check_factories
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.assemble import assemble
@@ -321,6 +321,7 @@ def value_and_grad(train_step: TrainStep) -> ValueAndGrad:
         by name, DTensors if sharded, zeros for a parameter that the loss does not reach.
 
     Raises:
+        CapabilityError: a transform hides the gradient, as the noise of `fa.per_example` does.
         As a call of the train step, and CapabilityError in a call under a runtime (deepspeed, xla).
 
     Example:
@@ -337,4 +338,11 @@ def value_and_grad(train_step: TrainStep) -> ValueAndGrad:
             fix="train_step = fa.train_step(loss_fn, model=..., optimizer=...) first. Inside of a loss: "
             "torch.func.grad of fa.call",
         )
+    for transform in train_step.spec.step.transforms:
+        if getattr(transform.apply, "hides", False):
+            raise CapabilityError(
+                f"{transform.name} comes after the gradient, which would show what it hides",
+                where="fa.value_and_grad(train_step)",
+                fix="let the train step make the update; or leave the noise out, if the gradient may be seen",
+            )
     return train_step.gradient

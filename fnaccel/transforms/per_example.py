@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,11 @@ class Noise:
     seed: int | None
     rows: int | None = None
 
+    @property
+    def hides(self) -> bool:
+        """Whether nobody is to see the gradient before it."""
+        return self.multiplier > 0
+
     def describe(self) -> str:
         """The text in the plan."""
         return f"deviation={self.multiplier * self.clip:g} / {'weight' if self.rows is None else self.rows}"
@@ -172,7 +178,7 @@ def per_example(
         seed: of the noise. By default secret, drawn by the first rank, and in no checkpoint.
 
     Raises:
-        ArgumentError: `clip` or `rows` is not positive, or `noise` is negative.
+        ArgumentError: `clip` or `rows` is not positive, or `noise` is negative, or a multiple of no `clip`.
         CapabilityError: in a call, if a batch norm is in training mode. Or as `fa.params`.
         MicroBatchError: in a call, if the tensors of a batch differ in their length.
 
@@ -185,6 +191,8 @@ def per_example(
     require(positive, f"rows can't be clipped to {clip}", _WHERE, "clip is positive")
     least = isinstance(noise, Real) and noise >= 0
     require(least, f"the noise has the deviation {noise}", _WHERE, "noise is 0 or more")
+    bounded = math.isfinite(clip) or not noise
+    require(bounded, f"noise of {noise} times clip={clip}", _WHERE, "a finite clip, such as 1.0")
     check_rows(rows, f"{_WHERE}(rows=)")
     check_rows(chunk, f"{_WHERE}(chunk=)")
     clips = Transform("per_example", Phase.FORWARD, apply=PerExample(float(clip), chunk))

@@ -11,7 +11,7 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
-from fnaccel.errors import ArgumentError, MissingBackendError, UnknownNameError
+from fnaccel.errors import ArgumentError, CapabilityError, MissingBackendError, UnknownNameError
 from tests.tiny_models import Net, batch_of, whole_params
 
 ROWS, SIZE, NOISE = 512, 64, 1.2
@@ -203,6 +203,43 @@ def test_steps_on_other_data_and_bad_arguments(monkeypatch):
     monkeypatch.setitem(sys.modules, "opacus.accountants", None)
     with pytest.raises(MissingBackendError, match="privacy"):
         fa.epsilon(train_step, state, drawn(), delta=1e-5)
+
+
+def test_little_noise_is_answered_at_once():
+    """Noise of 0.01 took 9 GB, and of 0.001 all memory."""
+    for noise in (0.01, 0.001):
+        train_step, state = trained(private(noise=noise), drawn(), steps=2)
+        with pytest.raises(ArgumentError, match=r'by "rdp", and "prv" would need'):
+            fa.epsilon(train_step, state, drawn(), delta=1e-5)
+        assert fa.epsilon(train_step, state, drawn(), delta=1e-5, accountant="rdp") > 1e3
+
+
+def test_other_shards_of_equal_batches():
+    train_step, state = trained(private(), drawn(), steps=2)
+    other = fa.shard(
+        DataLoader(TensorDataset(*batch_of(ROWS + 1)), batch_size=SIZE), sampling="poisson", seed=5
+    )
+    with pytest.raises(ArgumentError, match="the last batch was one of 512 rows, and these shards have 513"):
+        fa.epsilon(train_step, state, other, delta=1e-5)
+
+
+def test_a_delta_that_allows_to_publish_a_row():
+    train_step, state = trained(private(), drawn(), steps=2)
+    with pytest.warns(UserWarning, match="more than 1 over the 512 rows"):
+        fa.epsilon(train_step, state, drawn(), delta=1e-2)
+
+
+def test_the_gradient_without_its_noise_is_not_shown():
+    with pytest.raises(CapabilityError, match=r"per_example\.noise comes after the gradient"):
+        fa.value_and_grad(program(private()))
+    train_step = program(private(noise=0.0))
+    fa.value_and_grad(train_step)(train_step.init(), batch_of(SIZE))
+
+
+def test_noise_of_no_clip():
+    with pytest.raises(ArgumentError, match=r"noise of 1\.2 times clip=inf"):
+        private(clip=float("inf"))
+    private(clip=float("inf"), noise=0.0)
 
 
 def other_noise():

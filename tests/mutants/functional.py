@@ -58,6 +58,14 @@ MUTANTS = [
         "(noise.multiplier * noise.clip, rate, steps)", (PRIVACY, "-k", "that_of_opacus"),
     ),
     Mutant(
+        "a gradient is shown before its noise", "transforms/per_example.py", "return self.multiplier > 0", "return False",
+        (PRIVACY, "-k", "without_its_noise"),
+    ),
+    Mutant(
+        "epsilon of other rows", "loop/privacy.py", "    if read != samples:", "    if False:",
+        (PRIVACY, "-k", "other_shards"),
+    ),
+    Mutant(
         "noise of a shard as if it were whole", "transforms/per_example.py",
         'return part_of_whole(whole, grad) if hasattr(grad, "placements") else whole',
         'return part_of_whole(whole.flip(0), grad) if hasattr(grad, "placements") else whole',
