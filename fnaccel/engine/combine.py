@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,21 +129,27 @@ def mixed_kinds(place: str) -> LossError:
 
 
 class Agreement:
-    """The structure of the loss on every rank, compared once, since ranks sum values by position."""
+    """The structure of the loss on every rank, compared once, since ranks sum values by position.
 
-    __slots__ = ("seen",)
+    Attributes:
+        rows: the numbers of rows of the micro-batches of all ranks, that time.
+    """
+
+    __slots__ = ("rows", "seen")
 
     def __init__(self) -> None:
         self.seen: str | None = None
+        self.rows: frozenset[int] = frozenset()
 
-    def check(self, shape: str, group: dist.ProcessGroup) -> None:
+    def check(self, shape: str, group: dist.ProcessGroup, rows: Iterable[int] = ()) -> None:
         """Compare with the other ranks the first time, and with that time afterwards.
 
         Raises:
             LossError: ranks or calls differ. If ranks differ, all ranks raise.
         """
         if self.seen is None:
-            shapes = gather_objects(shape, over=group)
+            shapes, counts = zip(*gather_objects((shape, set(rows)), over=group), strict=True)
+            self.rows = frozenset[int]().union(*counts)
             if len(set(shapes)) > 1:
                 listed = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shapes))
                 raise LossError(

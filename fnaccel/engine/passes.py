@@ -187,7 +187,7 @@ class Passes:
         parts = read_loss(loss.fn(model, *args), loss.where)
         if self._inputs.step == 0:
             loss.check.take(parts, loss.where, None if loss.weight_fn is None else totals.weight_of(index))
-        return totals.take(parts, valid=self._micro_batches[index].valid > 0)
+        return totals.take(parts, self._micro_batches[index].valid)
 
     def backward(self, index: int, after_forward: tuple[torch.Tensor, bool]) -> None:
         """Differentiate a micro-batch's total. `after_forward` is what its `forward` returned."""
@@ -195,7 +195,7 @@ class Passes:
         total, counts = after_forward
         enter("backward", index)
         self._open -= 1
-        if totals.taken == len(self._micro_batches):
+        if len(totals.rows) == len(self._micro_batches):
             totals.send()  # overlaps with the backward pass
         if self._late:
             totals.wait()
@@ -237,6 +237,8 @@ class Passes:
             check_reached(grads, loss.where)
         if not self._late:
             totals.wait()
+        if totals.is_bare:
+            loss.check.count({*totals.rows, *engine.agreement.rows}, loss.where)
         divided = self._late or (inputs.hooked and loss.weight_fn is not None)
         left = float(layout.mesh.loss_size) if divided else None
         multiplier = multiplier_of(loss, engine, totals.weight, inputs.scale, self._up_front, left)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
 from typing import Any
 
@@ -14,15 +16,17 @@ from fnaccel.data import Batch
 from fnaccel.data.buffer_guard import copied, memory_of
 from fnaccel.engine.combine import Accumulation, Rows, packed, unpacked
 from fnaccel.errors import LoaderError
-from fnaccel.step.loss import Concat, parts_of
+from fnaccel.step.loss import Concat, is_combinable, parts_of
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
+
+_logger = logging.getLogger("fnaccel")
 
 
 class Scores(Accumulation):
     """The results of a metric function: added up over batches, then over ranks."""
 
-    __slots__ = ("_memory", "_mesh", "_seen")
+    __slots__ = ("_memory", "_mesh", "_rows", "_seen")
     name = "the result of the metric function"
     per = "batches"
     where = "fa.evaluate"
@@ -32,6 +36,7 @@ class Scores(Accumulation):
         self._mesh = mesh
         self._memory: set[int] = set()
         self._seen = 0
+        self._rows: set[int] = set()  # of batches with a bare scalar
 
     def take(self, metrics: Tree, batch: Batch) -> None:
         """Add one batch. A filler counts for nothing."""
@@ -51,6 +56,9 @@ class Scores(Accumulation):
 
     def pair(self, leaf: Tree, rows: int) -> tuple[Any, Any]:
         """Totals and weights in float64: bf16 would stop counting at 256."""
+        self._rows.add(0 if is_combinable(leaf) else rows)
+        if len(self._rows - {0}) > 1:
+            _warn_of_bare(self.where)
         total, weight = parts_of(leaf, rows, self.where)
         return _wide(total), _wide(weight)
 
@@ -75,6 +83,16 @@ class Scores(Accumulation):
             self.put(unpacked(sums, self.shapes))
         # rows in the order of the samples: batch by batch, and within a batch rank by rank
         return self.combined(operator.truediv, group, by_batch=True)
+
+
+@functools.cache
+def _warn_of_bare(where: str) -> None:
+    """Once in a process."""
+    _logger.warning(
+        "%s got a bare scalar for batches of unequal rows, and averages it over rows. That is exact for a "
+        "mean over rows, and not for a maximum or a mean over tokens: fa.Mean(total, weight=...), fa.Concat",
+        where,
+    )
 
 
 def _wide(value: Tree) -> Any:

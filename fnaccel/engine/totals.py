@@ -53,14 +53,14 @@ class Totals:
         partial_rows: whether each rank has a part of each row. Then aux may hold no `fa.Concat`.
 
     Attributes:
-        taken: micro-batches so far.
+        rows: those of each micro-batch so far, 0 of a filler.
         weight: of all micro-batches so far, and of all ranks after `wait()`.
         counts: False if the newest micro-batch is a filler, or has a weight of 0 that the host can read.
     """
 
     __slots__ = (
         "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_questions", "_sent", "_total",
-        "_weighted", "counts", "taken", "weight",
+        "_weighted", "counts", "rows", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -82,7 +82,7 @@ class Totals:
         self._dtype = torch.float32
         self._known: list[Any] | None = None
         self._weighted: bool | None = None
-        self.taken = 0
+        self.rows: list[int] = []
         self.weight: Any = 0
         self.counts = True
 
@@ -99,7 +99,12 @@ class Totals:
         """The weight of a micro-batch if it was known before its forward, else 1."""
         return 1 if self._known is None else self._known[index]
 
-    def take(self, parts: LossParts, *, valid: bool) -> torch.Tensor:
+    @property
+    def is_bare(self) -> bool:
+        """Whether the losses have no weight, so that each micro-batch counts as 1."""
+        return self._weighted is False
+
+    def take(self, parts: LossParts, rows: int) -> torch.Tensor:
         """Add one micro-batch, and return its total as it is differentiated.
 
         A filler counts for nothing but gives its structure. So does a micro-batch of weight 0, whose total
@@ -113,8 +118,9 @@ class Totals:
                 self._weighted = parts.weighted
             elif self._weighted is not parts.weighted:
                 raise mixed_kinds("micro-batch")
-        weight = parts.weight if self._known is None else self._known[self.taken]
-        self.taken += 1
+        weight = parts.weight if self._known is None else self._known[len(self.rows)]
+        self.rows.append(rows)
+        valid = rows > 0
         self._dtype = torch.promote_types(parts.total.dtype, torch.float32)
         self.counts = valid and not is_zero(weight)
         total, weight = masked(parts.total, weight)
@@ -145,7 +151,7 @@ class Totals:
         """Start the all-reduce of all totals, once. Nothing to do on a single rank."""
         if self._group is None or self._sent is not None:
             return
-        self._agreement.check(structure(self._aux, self._weighted), self._group)
+        self._agreement.check(structure(self._aux, self._weighted), self._group, self.rows)
         weight = self.weight if self._known is None else 0.0
         vector = packed([self._total, weight, *self.numbers, *self._aux.values], self._device)
         self._sent = vector, dist.all_reduce(vector, group=self._group, async_op=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import attrs
 import torch
 
-from fnaccel.errors import CapabilityError
+from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Group, Optimizer, group_leaves, takes_tensors
 from fnaccel.optim.operations import PURE
@@ -148,6 +148,8 @@ class PureOptimizers:
                     rate = "/".join(filter(None, ("lr", key, each.label)))
                     self._add(rate, each.optimizer, leaves, members)
         self.options = self._named_options()
+        self._rates = {_name_of(rule): rule.schedule for rule in self._rules if rule.overridable}
+        self._apart = any(rate != next(iter(self._rates.values())) for rate in self._rates.values())
 
     def _add(self, rate: str, optimizer: Optimizer, leaves: Sequence[Leaf], indices: list[int]) -> None:
         """Add the rules of one optimizer."""
@@ -190,6 +192,23 @@ class PureOptimizers:
                 named[option if len(parts) == 1 else f"{part}_{option}"] = part, field
         return named
 
+    def check_rate(self, lr: Any) -> None:
+        """Raise ArgumentError for one rate of optimizers that differ in theirs, or one of no optimizer."""
+        problem = ""
+        if isinstance(lr, Mapping):
+            problem = "".join(
+                f"no optimizer has the name {name!r}; " for name in lr if name not in self._rates
+            )
+        elif lr is not None and self._apart:
+            problem = "one rate, and the optimizers have several"
+        if problem:
+            names = ", ".join(f"{name!r}: ..." for name in self._rates)
+            raise ArgumentError(
+                problem,
+                where="update(values, batch, lr=)",
+                fix=f"lr={{{names}}}, or None for their schedules",
+            )
+
     def update(
         self,
         params: Sequence[torch.Tensor],
@@ -205,7 +224,7 @@ class PureOptimizers:
             params, grads: of all parameters that are trained, in order.
             opt: slots by the name of the parameter.
             updates: the number of updates before this one, a 0-d tensor.
-            lr: the rate, or None for the schedules of the description.
+            lr: the rate, or rates by the names of optimizers. None for the schedules of the description.
             options: numbers by the names of `options`.
         """
         count = updates.to(self.dtype)
@@ -215,7 +234,8 @@ class PureOptimizers:
         for place, rule in enumerate(self._rules):
             if "weight_decay" in options and place in self._decaying:
                 rule = self._decaying[place]
-            rate = rule.schedule(count) if lr is None or not rule.overridable else lr
+            chosen = lr.get(_name_of(rule)) if isinstance(lr, Mapping) else lr
+            rate = rule.schedule(count) if chosen is None or not rule.overridable else chosen
             if rule.rate not in rates:
                 rates[rule.rate] = rate
             self._run(rule, moved, grads, slots, UpdateInfo(count + 1, rate), given)
@@ -253,6 +273,10 @@ class PureOptimizers:
             for name, label in shown.items():
                 for n, value in zip(names, values[name], strict=True):
                     slots[n][label] = value.to(slots[n][label].dtype)
+
+
+def _name_of(rule: _Rule) -> str:
+    return rule.rate.removeprefix("lr/")
 
 
 def _leaves_of(group: Group) -> list[Leaf]:

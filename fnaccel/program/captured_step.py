@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class CapturedStep:
                 self._try_eagerly(data, lent_models, info)
             raise
 
-    def agree(self, data: Tree, lent_models: Tree, info: Tree) -> None:
+    def agree(self, data: Tree, lent_models: Tree, info: Tree, rows: Sequence[int]) -> None:
         """Before the first step, check that ranks report alike, and find the parameters that any rank uses.
 
         Raises:
@@ -118,7 +118,7 @@ class CapturedStep:
         aux, weighted, reached = self._eagerly(data, lent_models, info)
         values = AuxValues(partial_rows=self.engine.layout.mesh.partial_rows)
         values.take(detached(aux), valid=False)
-        self.engine.agreement.check(structure(values, self.kind(weighted)), self.group)
+        self.engine.agreement.check(structure(values, self.kind(weighted)), self.group, rows)
         used = tuple(map(any, zip(*gather_objects(reached, over=self.group), strict=True)))
         if self._capture.complete and not all(used):
             names = [leaf.name for leaf, was in zip(self._capture.leaves, used, strict=True) if not was]
@@ -199,7 +199,8 @@ class CapturedPasses:
         self._device = device = engine.layout.mesh.world.device
         facts = None if informed is None else inputs.facts(device, informed)
         self._infos = [None if facts is None else facts.of(part) for part in micro_batches]
-        step.agree(micro_batches[-1].data, self._lent_models, self._infos[-1])
+        self._rows = [part.valid for part in micro_batches]
+        step.agree(micro_batches[-1].data, self._lent_models, self._infos[-1], self._rows)
         up_front = up_front_of(step.loss, micro_batches, inputs, totals, engine)
         self._up_front = None if up_front is None else filled(up_front, wide_dtype(engine), device)
         # 0 for a filler or a weight of 0: tensors, since numbers would be compiled in
@@ -282,6 +283,8 @@ class CapturedPasses:
                 vector = packed(aux.values, device)
                 dist.all_reduce(vector, group=step.group)
                 aux.put(unpacked(vector, aux.shapes))
+        if step.kind(out.weighted) is False:
+            step.loss.check.count({*self._rows, *step.engine.agreement.rows}, step.loss.where)
         metrics = {**out.metrics, **aux.finish(step.group, device)}
         if out.grads is None:
             if step.engine.layout.mesh.world.is_main:

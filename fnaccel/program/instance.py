@@ -132,6 +132,7 @@ class Instance:
             over=engine.layout.held_by,
         )
         self.params = self._show(engine.layout.parameters)
+        self.by_name = ReadOnlyDict(engine.layout.parameters)
         self.captured = self._trains and capture is not None and lowered.settings.compiler is not None
         self.passes = self._passes(inside)
         self._inside = inside
@@ -180,7 +181,9 @@ class Instance:
         _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in capture.leaves)])
         tail = lowered.tail if inside else None
         captured = _lazy.load("fnaccel.program.captured_step")
-        step = captured.CapturedStep(engine, capture, lowered.loss, compiler, tail, self.updater, self.params)
+        step = captured.CapturedStep(
+            engine, capture, lowered.loss, compiler, tail, self.updater, self.by_name
+        )
         return functools.partial(captured.CapturedPasses, step)
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:

@@ -109,8 +109,10 @@ class PureUpdate:
             values: as `init`, `values` or an update returned them.
             batch: rows, a `fa.data.Batch` or a `fa.data.Window`, as the train step takes them. In compiled
                 code: a pytree of tensors.
-            lr: the learning rate of all optimizers, a number or a 0-d tensor. None: the schedules of the
-                description, which count the updates in `values`. Groups with a rate of their own keep it.
+            lr: the learning rate, a number or a 0-d tensor. Of several optimizers with rates of their own a
+                dict by the names of the metrics `lr/NAME`: `{"adam": 0.1, "sgd": 0.01}`. None, or a name that
+                is left out: the schedules of the description, which count the updates in `values`. Groups
+                with a rate of their own keep it.
             extras: what the loss finds in `info.extras`.
             options: numbers of the description for this update, by the names in `self.options`.
 
@@ -124,6 +126,7 @@ class PureUpdate:
             CapabilityError: a schedule that takes no tensor, and no `lr`.
         """
         self._check(values, lr, options)
+        self._optimizers.check_rate(lr)
         sums = self._sums(values, batch, extras, differentiate=True)
         return self._finish(values, sums, lr, options)
 
@@ -235,6 +238,7 @@ class PureUpdate:
     ) -> tuple[Values, dict[str, Any]]:
         """Everything after the gradients."""
         params, opt = self._flat(values["params"]), self._flat(values["opt"])
+        shown = dict(params)
         updates, owns = values["updates"], dict(values["transforms"])
         loss = ratio(sums.total, sums.weight)
         metrics: dict[str, Any] = {"loss": loss, "weight": as_number(sums.weight, loss)}
@@ -249,7 +253,7 @@ class PureUpdate:
 
         def info(skip: torch.Tensor | None) -> Info:
             return Info(
-                step=values["step"], updates=updates, params=values["params"], record=record, metrics=metrics,
+                step=values["step"], updates=updates, params=shown, record=record, metrics=metrics,
                 skip=None if skip is None else skip.to(loss.dtype),
             )  # fmt: skip
 

@@ -81,10 +81,12 @@ class TrainStep(ModelAccess):
     def plan(self) -> Plan:
         """The plan of a call, in order. Print it. `init` adds notes about the modules.
 
-        So does the first update if the graph of the loss does not show whether its total is one.
+        So does the first update if the graph of the loss does not show whether its total is one, and one of
+        a bare loss whose ranks or micro-batches differ in rows.
         """
-        plan, note = self._owner.plan, self._lowered.loss.check.note
-        return attrs.evolve(plan, notes=(*plan.notes, note)) if note else plan
+        plan, check = self._owner.plan, self._lowered.loss.check
+        notes = filter(None, (check.note, check.uneven))
+        return attrs.evolve(plan, notes=(*plan.notes, *notes))
 
     @property
     def spec(self) -> Spec:

@@ -79,7 +79,7 @@ def update(
             info = Info(
                 step=step,
                 updates=updates,
-                params=instance.params,
+                params=instance.by_name,
                 record=functools.partial(_record, metrics),
                 metrics=metrics,
                 gradients_at=lambda params: SecondGradient(instance, micro_batches, inputs, gradients).at(

@@ -213,7 +213,8 @@ class Info:
     Attributes:
         step: calls before this one (an int, or a 0-d tensor in a captured step).
         updates: updates applied before this one (an int, or a tensor if they may be skipped).
-        params: parameters by canonical name. The next update changes them in place: clone what you keep.
+        params: parameters by canonical name, those of several models as `"model/name"`, as gradients are. The
+            next update changes them in place: clone what you keep.
         record: `record(name, value)` puts a value into the metrics, under a name that the step has not.
         skip: 0-d tensor, 1 if the update is skipped. None if updates are never skipped. For GRADS transforms
             as far as it is decided: gradients that are not finite come first. The state that a transform of

@@ -7,10 +7,11 @@ followed from its root, through sums of numbers and factors that the host can re
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import attrs
@@ -21,6 +22,8 @@ from fnaccel.step.loss import LossParts, Scalar, readable
 
 Kind = Literal["mean", "sum", "total", "penalty", "unknown"]
 """Of a term. A "sum" is one that a loss of torch took, and a "penalty" is of parameters alone."""
+
+_logger = logging.getLogger("fnaccel")
 
 _MEAN, _SUM = 1, 2  # torch's numbers of reduction="mean" and "sum"
 
@@ -43,18 +46,33 @@ _SMALL = 2
 
 @attrs.define
 class TotalCheck:
-    """What the first update showed of the totals of a loss.
+    """What updates showed of the totals of a loss.
 
     Attributes:
         note: a line of the plan, if their graphs show nothing.
+        uneven: one, if a bare loss had micro-batches or ranks of other numbers of rows.
+        rows: the numbers of rows so far, of a bare loss.
     """
 
     note: str = ""
+    uneven: str = ""
+    rows: frozenset[int] = frozenset()
 
     def take(self, parts: LossParts, where: str, known: Scalar | None = None) -> None:
         """Check the total of a loss function, before it is masked: see `check_total`."""
         if not check_total(parts, where, known):
             self.undecided(where)
+
+    def count(self, rows: Iterable[int], where: str) -> None:
+        """Warn, once, of a bare loss whose mean over micro-batches and ranks is not that over rows."""
+        self.rows = self.rows.union(rows) - {0}  # fillers count for nothing
+        if len(self.rows) > 1 and not self.uneven:
+            self.uneven = (
+                f"{where} returned a bare scalar for {' and '.join(map(str, sorted(self.rows)))} rows: each "
+                "micro-batch counts the same, so another split into ranks trains otherwise. "
+                "fa.Mean(total, weight=rows) does not"
+            )
+            _logger.warning(self.uneven)
 
     def undecided(self, where: str) -> None:
         """Note that nothing is known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,8 @@ class Perturb:
                 fix="return a tensor for each gradient, by its name",
             )
         assert info.gradients_at is not None
-        params: dict[str, Any] = {}
-        for name, value in info.params.items():  # of several models, by model first
-            several = isinstance(value, Mapping)
-            params |= {f"{name}/{inner}": x for inner, x in value.items()} if several else {name: value}
-        moved = tree.axpy(1.0, {name: params[name] for name in moves}, dict(moves))
-        return info.gradients_at(params | moved), own
+        moved = tree.axpy(1.0, {name: info.params[name] for name in moves}, dict(moves))
+        return info.gradients_at({**info.params, **moved}), own
 
 
 @takes_step

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
+from fnaccel.engine import scoring
 from fnaccel.step import loss
 from fnaccel.world.world import current
 from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
@@ -381,3 +384,54 @@ class TestLossScale:
             train_step(state, batch_of(4))
         with pytest.raises(errors.ArgumentError, match="max_skipped=0"):
             fa.skip_nonfinite(loss_fn, max_skipped=0)
+
+
+def mean_of_rows(model, batch):
+    x, y = batch
+    return F.mse_loss(model(x), y)
+
+
+def uneven(sizes, strategy, scope):
+    """Train on batches of so many rows a rank. Returns the warnings, and whether the plan has them."""
+    step = fa.accumulate(mean_of_rows, 2)
+    train_step = program(
+        step if scope is None else fa.compile(step, scope, backend="eager"), strategy=strategy
+    )
+    state = train_step.init()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("fnaccel")
+    logger.addHandler(handler)
+    try:
+        for step, rows in enumerate(sizes[current().rank]):
+            state, _ = train_step(state, batch_of(rows, step))
+    finally:
+        logger.removeHandler(handler)
+    return [text for text in said if "bare scalar" in text], "bare scalar" in str(train_step.plan)
+
+
+@pytest.mark.parametrize("scope", [None, "step"])
+def test_a_bare_loss_of_unequal_rows_is_told_once(pools, scope):
+    """Two ranks, two micro-batches, or a later batch: its mean is not that over rows."""
+    for said, planned in pools.run(2, uneven, ([8, 8, 8], [4, 4, 4]), "ddp", scope):
+        assert (len(said), planned) == (1, True)
+        assert "for 2 and 4 rows: each micro-batch counts the same" in said[0]
+    for sizes in ([7, 7], [8, 8, 6]):
+        [(said, planned)] = pools.run(1, uneven, (sizes,), "local", scope)
+        assert (len(said), planned) == (1, True)
+    for found in pools.run(2, uneven, ([8, 8], [8, 8]), "ddp", scope):
+        assert found == ([], False)
+
+
+def test_a_bare_score_of_unequal_rows_is_told_once(world, caplog):
+    scoring._warn_of_bare.cache_clear()
+    data = DataLoader(TensorDataset(*batch_of(10)), batch_size=4)
+    train_step = program()
+    state = train_step.init()
+    for _ in range(2):
+        fa.evaluate(train_step, state, lambda model, batch: loss_fn(model, batch), fa.shard(data))
+    assert "bare scalar" not in caplog.text
+    for _ in range(2):
+        fa.evaluate(train_step, state, lambda model, batch: {"worst": model(batch[0]).max()}, fa.shard(data))
+    assert caplog.text.count("got a bare scalar for batches of unequal rows") == 1

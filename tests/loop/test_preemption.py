@@ -343,7 +343,7 @@ def beyond_the_batch():
             if asking and world.rank == 3:
                 notice.ask()
             report = Totals(group, world.device, Agreement(), [notice])
-            report.take(LossParts(torch.tensor(float(world.rank)), 1, None, True), valid=True)
+            report.take(LossParts(torch.tensor(float(world.rank)), 1, None, True), 1)
             report.send()
             report.wait()
             found.append((notice.stopping, float(report.finish()["loss"])))

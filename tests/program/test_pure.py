@@ -203,6 +203,52 @@ def test_models_by_name_frozen_parameters_groups_and_buffers():
     assert float(values["buffers"]["a"]["norm.num_batches_tracked"]) == 3
 
 
+def test_rates_of_several_optimizers():
+    """Oracle: two optimizers of torch."""
+    groups = fa.optim.optimizer_groups([("*bias", fa.adam(0.1)), ("*", fa.sgd(0.01))])
+    update = fa.pure(program(loss_fn, groups, model=Wide))
+    values = update.init(seed=0)
+    model = Wide()
+    model.load_state_dict(values["params"])
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    others = [p for name, p in model.named_parameters() if not name.endswith("bias")]
+    optimizers = [torch.optim.Adam(biases, lr=0.3), torch.optim.SGD(others, lr=0.01)]
+    for batch in BATCHES[:3]:
+        values, metrics = update(values, batch, lr={"adam": 0.3})
+        assert (float(metrics["lr/adam"]), float(metrics["lr/sgd"])) == (0.3, 0.01)
+        model.zero_grad()
+        loss = loss_fn(model, batch)
+        (loss.total / loss.weight).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, param in model.named_parameters():
+        assert torch.allclose(values["params"][name], param, atol=1e-12)
+    for rate, words in (
+        (0.5, "one rate, and the optimizers have several"),
+        ({"adamw": 0.5}, "no optimizer .*'adamw'"),
+    ):
+        with pytest.raises(errors.ArgumentError, match=words) as raised:
+            update(values, BATCHES[0], lr=rate)
+        assert "lr={'adam': ..., 'sgd': ...}" in str(raised.value)
+    alike = fa.optim.optimizer_groups([("*bias", fa.adam(0.1)), ("*", fa.sgd(0.1))])
+    update = fa.pure(program(loss_fn, alike, model=Wide))
+    update(update.init(), BATCHES[0], lr=0.5)
+
+
+def test_parameters_of_several_models_have_the_names_of_gradients():
+    def decays(grads, own, info):
+        assert grads.keys() <= info.params.keys()
+        return {n: g + 0.1 * info.params[n] if n.startswith("b/") else g for n, g in grads.items()}, own
+
+    step = fa.Transform("decays", fa.Phase.GRADS, apply=decays)(two)
+    state, values, _ = both(step, fa.sgd(0.1), model={"a": Wide, "b": Wide})
+    assert largest(state, values) < EXACT
+    groups = {"a": fa.sgd(0.1), "b": fa.sgd(0.1, weight_decay=0.1)}
+    expected, _, _ = both(two, groups, model={"a": Wide, "b": Wide})
+    for path, value in fa.tree.items(expected.params):
+        assert torch.allclose(dict(fa.tree.items(state.params))[path], value, atol=1e-12)
+
+
 def test_bf16_is_that_of_the_step():
     state, values, worst = both(
         fa.with_precision(loss_fn, "bf16"),
