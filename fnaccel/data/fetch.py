@@ -21,6 +21,7 @@ import torch
 import torch.utils.data as torch_data
 
 from fnaccel import tree
+from fnaccel.data.loaders import keeps_workers
 from fnaccel.data.seeding import SeededDataset
 from fnaccel.tree import Tree
 from fnaccel.world.random_streams import fold
@@ -164,7 +165,7 @@ def read(
         inner: Any = torch_data.DataLoader(dataset, batch_sampler=feed, collate_fn=collate, **settings)  # pyright: ignore[reportArgumentType]
         return Reopenable(inner, feed, settings["generator"])
 
-    places = workers if loader.persistent_workers else {}
+    places = workers if keeps_workers(loader) else {}
     return reopened(places, name, make, keys, seed=seed, epoch=epoch)
 
 

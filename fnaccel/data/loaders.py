@@ -151,6 +151,17 @@ def is_plain(loader: object) -> bool:
     return kind is torch_data.DataLoader or kind.__module__.startswith("torchdata.")
 
 
+def keeps_workers(loader: torch_data.DataLoader[Any]) -> bool:
+    """Whether workers live on after an epoch: those of a data set that is told the epoch would miss it.
+
+    Streams of datasets have their epoch in shared memory, where workers see it.
+    """
+    told = hasattr(loader.dataset, "set_epoch") and not hasattr(
+        getattr(loader.dataset, "_epoch", 0), "is_shared"
+    )
+    return loader.persistent_workers and not told
+
+
 def _check_not_empty(data: Tree) -> None:
     if length_of(data) == 0:
         raise LoaderError(

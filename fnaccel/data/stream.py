@@ -3,7 +3,8 @@
 Every rank reads the same stream and keeps its part of each batch, so all ranks see its end
 without a message. An `IterableDataset` must therefore yield the same on all ranks. One that
 can't (a queue, a socket) is for `dispatch=True`. A position inside it is reached by reading, or by
-`dataset.skip(samples)` if the data set offers that, as Hugging Face's do, and no workers read it.
+`dataset.skip(samples)` if the data set offers that, as Hugging Face's do in their first epoch, and no
+workers read it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fnaccel.data.buffer_guard import copied
 from fnaccel.data.cut import cut, join, rows_of, split_sizes
 from fnaccel.data.epoch import Reading, check_any, check_start, epoch_order
 from fnaccel.data.fetch import KeyFeed, Reopenable, read, reopened, settings_of
-from fnaccel.data.loaders import Stream, is_plain
+from fnaccel.data.loaders import Stream, is_plain, keeps_workers
 from fnaccel.data.order import span
 from fnaccel.data.reader_ranks import Link
 from fnaccel.data.seeding import read_apart
@@ -171,8 +172,10 @@ def _skippable(source: Stream, reading: Reading) -> int:
     loader, size = source.loader, source.batch_size
     if not is_plain(loader) or size is None or source.sampler is not None:
         return 0
-    # each worker would skip so many, and "wrap" needs the first batches
-    able = callable(getattr(loader.dataset, "skip", None)) and loader.num_workers == 0
+    # each worker would skip so many, and "wrap" needs the first batches. The data set that `skip` of datasets
+    # makes is in epoch 0, and told another epoch it keeps its shards in the order of epoch 0
+    same = reading.epoch == 0 or not hasattr(loader.dataset, "set_epoch")
+    able = same and callable(getattr(loader.dataset, "skip", None)) and loader.num_workers == 0
     return reading.start // size * size if able and reading.remainder != "wrap" else 0
 
 
@@ -216,7 +219,7 @@ def _iterable(
         )
         return Reopenable(inner, KeyFeed(), settings["generator"])
 
-    places = reading.kept if loader.persistent_workers else {}
+    places = reading.kept if keeps_workers(loader) else {}
     batches = reopened(places, "stream", make, (), seed=reading.seed, epoch=reading.epoch)
     if loader.num_workers:
         return batches

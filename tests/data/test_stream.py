@@ -91,6 +91,12 @@ def test_a_dataset_is_told_the_epoch():
     assert samples([read(shard(stream(3, 2)).at(Position(2)))]) == [200, 201, 202]
 
 
+def test_persistent_workers_are_told_the_epoch():
+    """They read epoch 0 for ever, and a resumed run read another epoch."""
+    shards = shard(stream(3, 2, num_workers=1, persistent_workers=True))
+    assert [samples([read(shards.at(Position(epoch)))])[0] for epoch in (0, 2)] == [0, 200]
+
+
 def test_drop_last_of_a_stream_can_be_overridden():
     shards = shard(stream(5, 2, drop_last=True))
     assert samples([read(shards)]) == [0, 1, 2, 3]

@@ -429,6 +429,10 @@ MUTANTS = [
         ("tests/data/test_cut.py", "-k", "rows_or_columns"),
     ),
     Mutant(
+        "the rest of an epoch in the order of the first", "data/stream.py", "same = reading.epoch == 0 or not", "same = True or not",
+        ("tests/data/test_streams_of_datasets.py", "-k", "shuffled and plain and 1-"),
+    ),
+    Mutant(
         "x to rank 0 and y to rank 1", "collectives/splitting.py", "return dict(enumerate(inputs)) if any(", "return None if any(",
         ("tests/collectives/test_split.py", "-k", "batches_and"),
     ),
