@@ -35,6 +35,7 @@ class Reading:
         holds: whether batches wait after they were read, whatever the reader.
         across: whether they wait over the end of an epoch.
         source: facts about the loader, for the batches.
+        order: the order of a sampler of the user's own, if it was made before.
     """
 
     epoch: int
@@ -49,18 +50,35 @@ class Reading:
     holds: bool
     across: bool
     source: Mapping[str, Any] | None = None
+    order: list[Any] | None = None
 
     def own(self, batches: Iterable[Tree]) -> Iterator[Tree]:
         """The batches of the user's loader, in memory that does not change while they wait."""
         return self.guard.own(batches, keep=self.across)
 
 
-def epoch_order(sampler: Any, reading: Reading, link: Link, dataset: Any = None) -> order.Order:
+def users_order(source: loaders.Source, reading: Reading, link: Link) -> list[Any] | None:
+    """The samples (or lists of them) of a sampler of the user's own, iterated on rank 0. None without."""
+    if reading.order is not None:
+        return reading.order
+    groups = isinstance(source, loaders.Grouped)
+    sampler = source.batch_sampler if groups else source.sampler
+    if sampler is None or (not groups and (reading.shuffle is not None or loaders.order_of(sampler))):
+        return None
+
+    def make() -> list[Any]:
+        samples = replayed(sampler, reading.seed, reading.epoch)
+        return list(map(list, samples)) if groups else samples
+
+    return link.agree(make)
+
+
+def epoch_order(source: loaders.Indexed | loaders.Stream, reading: Reading, link: Link) -> order.Order:
     """The samples of an epoch in order. A sampler of the user's own is iterated on rank 0."""
-    stock = loaders.order_of(sampler)
-    if stock is None and reading.shuffle is None:
-        return link.agree(lambda: replayed(sampler, reading.seed, reading.epoch))
-    n, shuffled = stock if stock is not None else (len(dataset), False)
+    samples = users_order(source, reading, link)
+    if samples is not None:
+        return samples
+    n, shuffled = loaders.order_of(source.sampler) or (len(source.loader.dataset), False)
     if reading.shuffle is not None:
         shuffled = reading.shuffle
     return order.permutation(n, reading.seed, reading.epoch) if shuffled else range(n)

@@ -15,11 +15,10 @@ import torch.utils.data as torch_data
 
 from fnaccel.data import order
 from fnaccel.data.batch import Batch
-from fnaccel.data.epoch import Reading, check_any, check_start, epoch_order
+from fnaccel.data.epoch import Reading, check_any, check_start, epoch_order, users_order
 from fnaccel.data.fetch import read
 from fnaccel.data.loaders import Grouped, Indexed
 from fnaccel.data.reader_ranks import Link
-from fnaccel.data.seeding import replayed
 from fnaccel.state import Position
 
 
@@ -140,7 +139,7 @@ def _batches(turns: Iterable[Turn], data: Iterator[Any], reading: Reading) -> It
 
 
 def _even(source: Indexed, reading: Reading, link: Link) -> _EvenTurns:
-    samples = epoch_order(source.sampler, reading, link, source.loader.dataset)
+    samples = epoch_order(source, reading, link)
     n = len(samples)
     check_start(n, reading)
 
@@ -171,12 +170,8 @@ def _drawn(source: Indexed, reading: Reading, link: Link) -> _DrawnTurns:
     )
 
 
-def _groups(source: Grouped, reading: Reading) -> list[list[Any]]:
-    return [list(batch) for batch in replayed(source.batch_sampler, reading.seed, reading.epoch)]
-
-
 def _ragged(source: Grouped, reading: Reading, link: Link) -> Sequence[Turn]:
-    groups = link.agree(lambda: _groups(source, reading))
+    groups = users_order(source, reading, link) or []
     n = sum(map(len, groups))
     check_start(n, reading)
 

@@ -14,7 +14,8 @@ import importlib.util
 import random
 import sys
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar, cast
 
@@ -84,19 +85,42 @@ def read_apart(batches: Iterable[T], seed: int, epoch: int, first: int) -> Itera
 def replayed(sampler: Any, seed: int, epoch: int) -> list[Any]:
     """The indices of a user's own sampler for an epoch: the same in every call.
 
-    The global streams, and generators that it and the sampler within it hold, are seeded for it and put
-    back: a run that goes on in the middle of an epoch has to see the order that it began with.
+    The global streams, and generators among the attributes of it and of samplers within it, are seeded for it
+    and put back: a run that goes on in the middle of an epoch has to see the order that it began with.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_streams(fold(seed, _SAMPLER, epoch)))
-        for owner in (sampler, getattr(sampler, "sampler", None)):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                stack.callback(generator.set_state, generator.get_state())
-                # torchdata makes up a seed in each process
-                base = 0 if type(owner).__module__.startswith("torchdata.") else generator.initial_seed()
-                generator.manual_seed(fold(seed, _SAMPLER, epoch, base))
+        for owner, generator in _generators(sampler):
+            # torchdata makes up a seed in each process
+            made_up = type(owner).__module__.startswith("torchdata.")
+            stack.callback(_begin(generator, partial(fold, seed, _SAMPLER, epoch), made_up=made_up))
         return list(sampler)
+
+
+def _generators(owner: Any) -> Iterator[tuple[Any, Any]]:
+    """The random generators of torch, Python and NumPy in a sampler and samplers within it, with owners."""
+    for name, value in list(getattr(owner, "__dict__", {}).items()):
+        numpys = hasattr(value, "bit_generator") or hasattr(value, "_bit_generator")
+        if numpys or isinstance(value, torch.Generator) or type(value) is random.Random:
+            yield owner, value
+        elif isinstance(value, torch_data.Sampler) or name == "sampler":
+            yield from _generators(value)
+
+
+def _begin(generator: Any, seed: Callable[[int], int], *, made_up: bool) -> Callable[[], object]:
+    """Seed a generator, dependent on the seed that the user gave it. Returns a function that puts it back."""
+    if isinstance(generator, torch.Generator):
+        state: Any = generator.get_state()
+        generator.manual_seed(seed(0 if made_up else generator.initial_seed()))
+        return partial(generator.set_state, state)
+    if isinstance(generator, random.Random):
+        state = generator.getstate()
+        generator.seed(seed(_number(repr(state))))
+        return partial(generator.setstate, state)
+    bits = getattr(generator, "bit_generator", None) or generator._bit_generator  # noqa: SLF001
+    state = bits.state
+    bits.state = type(bits)(seed(_number(repr(state)))).state
+    return partial(setattr, bits, "state", state)
 
 
 @contextlib.contextmanager

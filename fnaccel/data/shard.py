@@ -19,7 +19,7 @@ from fnaccel.data import lengths, loaders, order, windows
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.buffer_guard import BufferGuard
 from fnaccel.data.dispatch import dispatch as dispatched
-from fnaccel.data.epoch import Reading
+from fnaccel.data.epoch import Reading, users_order
 from fnaccel.data.indexed import open_indexed
 from fnaccel.data.lengths import HasDegrees, steps_per_epoch
 from fnaccel.data.loaders import Indexed, Source, Stream
@@ -464,6 +464,8 @@ def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:
     """Look at the loader when the first batch is asked for: then dispatch can pass an error on."""
     source = loaders.classify(shards.loader, presplit=shards.presplit)
     loaders.announce(source, reading.epoch)
+    if not shards.presplit:  # then each rank has a sampler of its own
+        reading = attrs.evolve(reading, order=users_order(source, reading, link))
     facts = facts_of(source, reading)
     check_unchanged(facts, reading, link, presplit=shards.presplit, accepts=shards.accept_changes)
     reading = attrs.evolve(reading, source=facts)

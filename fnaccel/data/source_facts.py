@@ -6,8 +6,12 @@ names other samples.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import zlib
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from fnaccel.data import loaders
@@ -24,7 +28,7 @@ _LOG = logging.getLogger("fnaccel")
 
 
 def facts_of(source: Source, reading: Reading) -> dict[str, Any]:
-    """The facts of a loader. Only lengths are asked for.
+    """The facts of a loader. Only lengths are asked for, and the order of a sampler that was made before.
 
     Returns:
         Such as `{"samples": 12, "shuffled": True, "seed": 0, "batch_size": 4}`.
@@ -38,6 +42,10 @@ def facts_of(source: Source, reading: Reading) -> dict[str, Any]:
             facts["shuffled"] = reading.sampling
         elif facts["shuffled"]:
             facts["seed"] = reading.seed
+    with contextlib.suppress(TypeError, ValueError):  # samples that are no numbers and no strings
+        if reading.order is not None:
+            flat = chain.from_iterable(reading.order) if isinstance(source, Grouped) else reading.order
+            facts["order"] = f"{zlib.crc32(json.dumps(list(flat), default=int).encode()):08x}"
     if not isinstance(source, Grouped) and source.batch_size is not None:
         facts["batch_size"] = source.batch_size
     return facts
@@ -78,9 +86,10 @@ def check_unchanged(facts: Facts, reading: Reading, link: Link, *, presplit: boo
         if link.rank == 0:
             _LOG.warning("the data is not that of the checkpoint: %s", text)
         return
+    also = ", with a sampler that draws from a generator in its attributes" if "order" in changed else ""
     raise LoaderError(
         f"the position of {reading.start} samples was saved with other data: {text}",
         where=f"epoch {reading.epoch} of shard(loader)",
-        fix=f"go on with the data of before; or begin at fa.state.Position({reading.epoch + 1}); or let some "
-        "samples come twice, or not at all: fa.shard(loader, accept_changes=True)",
+        fix=f"go on with the data of before{also}; or begin at fa.state.Position({reading.epoch + 1}); or "
+        "let some samples come twice, or not at all: fa.shard(loader, accept_changes=True)",
     )

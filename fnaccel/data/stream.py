@@ -182,7 +182,7 @@ def _skippable(source: Stream, reading: Reading) -> int:
 def _trees(source: Stream, reading: Reading, link: Link, skipped: int) -> Iterable[tree.Tree]:
     loader = source.loader
     if source.sampler is not None:
-        samples = epoch_order(source.sampler, reading, link, loader.dataset)
+        samples = epoch_order(source, reading, link)
         return read(
             loader,
             [[key] for key in samples],

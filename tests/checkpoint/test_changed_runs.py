@@ -7,7 +7,7 @@ import logging
 import attrs
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 import fnaccel as fa
 from fnaccel.checkpoint.changed_plan import changes_of
@@ -149,6 +149,37 @@ def test_a_position_that_means_other_samples_raises(tmp_path, caplog, name):
     with caplog.at_level(logging.WARNING, logger="fnaccel"):
         assert goes_on(tmp_path, attrs.evolve(make(), accept_changes=True))
     assert any(says in record.getMessage() for record in caplog.records)
+
+
+class Counted(Sampler):
+    """Its order depends on how often it was iterated, which nothing can put back."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return iter(range(11, -1, -1) if self.times % 2 else range(12))
+
+
+class Fours(BatchSampler):
+    """A batch sampler that is not torch's own."""
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_sampler_in_the_order_of_another_epoch_raises(tmp_path, grouped):
+    def shards():
+        batching = {"batch_sampler": Fours(Counted(), 4, drop_last=False)} if grouped else {}
+        options = batching or {"batch_size": 4, "sampler": Counted()}
+        return fa.shard(DataLoader(rows(), **options))
+
+    train_step = program()
+    for state, _ in fa.scan(train_step, train_step.init(), shards(), steps=4, save=tmp_path):
+        pass
+    assert state.data == fa.state.Position(1, 4)
+    with pytest.raises(fa.errors.LoaderError, match=r"order was \w{8} and is \w{8}[\s\S]*attributes"):
+        goes_on(tmp_path, shards())
+    assert goes_on(tmp_path, attrs.evolve(shards(), accept_changes=True))
 
 
 def test_another_batch_size_is_one_line(tmp_path, caplog):

@@ -188,4 +188,12 @@ MUTANTS = [
         "    if accepts or harmless.issuperset(changed):", "    if True:",
         ("tests/checkpoint/test_changed_runs.py", "-k", "means_other"),
     ),
+    Mutant(
+        "a sampler's own generator moves on", "data/seeding.py", "        elif isinstance(value, torch_data.Sampler) or name == \"sampler\":\n",
+        "        elif False:\n", ("tests/data/test_shard.py", "-k", "of_its_own_goes_on and NumPy and True"),
+    ),
+    Mutant(
+        "a sampler in the order of another epoch", "data/shard.py", "    if not shards.presplit:  # then each", "    if False:  # then each",
+        ("tests/checkpoint/test_changed_runs.py", "-k", "order_of_another"),
+    ),
 ]  # fmt: skip
