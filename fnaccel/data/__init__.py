@@ -6,6 +6,7 @@
 from fnaccel.data.batch import Batch as Batch
 from fnaccel.data.batch import Window as Window
 from fnaccel.data.cut import Rows as Rows
+from fnaccel.data.cut import Shared as Shared
 from fnaccel.data.cut import cut as cut
 from fnaccel.data.cut import join as join
 from fnaccel.data.cut import register_batch as register_batch

@@ -1,9 +1,9 @@
 """Cutting a batch along its rows, counting them, and putting parts together again.
 
-Rows are dim 0 of every tensor (or array) leaf. A list or tuple of strings or numbers is a column
-too. Scalars and strings belong to the whole batch: each part gets them as they are. A list *of
-tensors* is a record of columns, as PyTorch's collate functions make it. If it could as well be one
-tensor a row, it raises.
+Rows are dim 0 of every tensor (or array) leaf. A list without such tensors (of strings, numbers, dicts,
+None) is a column too, with one entry a row. Scalars, strings and `Shared` lists belong to the whole batch:
+each part gets them as they are. A list *of tensors* is a record of columns, as PyTorch's collate functions
+make it. If it could as well be one tensor a row, it raises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fnaccel.tree import Tree
 class _Kind:
     """How batches of one class are counted, cut and joined."""
 
-    rows: Callable[[Any], int]
+    rows: Callable[[Any], int | None]
     cut: Callable[[Any, int, int], Any]
     join: Callable[[list[Any]], Any] | None
 
@@ -37,7 +37,7 @@ def register_batch(
     kind: type,
     *,
     cut: Callable[[Any, int, int], Any],
-    rows: Callable[[Any], int] = len,
+    rows: Callable[[Any], int | None] = len,
     join: Callable[[list[Any]], Any] | None = None,
 ) -> None:
     """Tell how batches of a class of yours are cut between ranks and in micro-batches.
@@ -48,7 +48,7 @@ def register_batch(
     Args:
         kind: the class. Its subclasses are not meant.
         cut: `(batch, start, stop) -> batch` with the rows from start to stop - 1.
-        rows: `batch -> rows`.
+        rows: `batch -> rows`. None belongs to the whole batch.
         join: `[batch, ...] -> batch`, needed for `remainder="wrap"` only.
 
     Raises:
@@ -92,19 +92,36 @@ register_batch(
 tree.register_sequence(Rows)
 
 
+class Shared(list[Any]):
+    """A list that all rows of a batch share: each rank and micro-batch gets it as it is.
+
+    Example:
+        >>> batch = {"x": torch.ones(4), "classes": fa.data.Shared(["cat", "dog"])}
+        >>> [part["classes"] for part in fa.data.cut(batch, [2, 2])]
+        [['cat', 'dog'], ['cat', 'dog']]
+    """
+
+
+register_batch(Shared, cut=lambda batch, start, stop: batch, rows=lambda batch: None)  # noqa: ARG005
+tree.register_sequence(Shared)
+
+
 def _is_column(node: Tree) -> bool:
-    """Whether a node is a list with one plain value a row, as collate makes it of strings."""
+    """Whether a node is a list with one value a row: none of its items has rows."""
     if type(node) in _kinds:
         return True
     if type(node) not in (list, tuple) or not node:
         return False
-    if type(node) is tuple:  # collate leaves strings as they came. A tuple of numbers is a record
-        return all(isinstance(item, str | bytes) for item in node)
-    return not any(_is_nested(item) for item in node)
+    if type(node) is tuple and not any(isinstance(item, list | tuple | Mapping) for item in node):
+        return all(isinstance(item, str | bytes) for item in node)  # a tuple of numbers is a record
+    return not any(type(item) not in _PLAIN and _holds_rows(item) for item in node)
 
 
-def _is_nested(item: object) -> bool:
-    return item is None or isinstance(item, list | tuple | dict) or hasattr(item, "shape")
+_PLAIN = (str, bytes, int, float, bool)
+
+
+def _holds_rows(item: Tree) -> bool:
+    return _length(item) is not None or any(_holds_rows(child) for _, child in _children(item))
 
 
 def _length(leaf: Tree) -> int | None:
@@ -144,6 +161,8 @@ class Columns:
         if len(lengths) != 1:
             raise self._uneven()
         (self.rows,) = lengths
+        if len(self._lists) > 1:
+            self._check_lists_alone()
 
     def _ends_at(self, node: Tree) -> bool:
         """Whether a node is a column. Notes the lists and tuples that are none."""
@@ -155,6 +174,22 @@ class Columns:
             self._lists.append(node)
         return False
 
+    def _check_lists_alone(self) -> None:
+        """Raise LoaderError if a batch is several lists of one length: pictures, and the boxes of each.
+
+        Their items may have 3 channels and 3 boxes each. Nothing beside the lists says that 3 is no number
+        of rows.
+        """
+        lists = [node for _, node in _inner_lists(self._batch, self.rows, ())]
+        inside = [leaf for node in lists for leaf in tree.leaves(node, is_leaf=_is_column)]
+        if len(lists) > 1 and len(set(map(len, lists))) == 1 and _counted(inside) == _counted(self._leaves):
+            raise LoaderError(
+                f"a batch of {len(lists)} lists of {len(lists[0])} items with {self.rows} entries each: "
+                f"{len(lists[0])} rows, or columns of {self.rows}",
+                where=self._where,
+                fix="for one item a row pass each list as fa.data.Rows(list); for columns pass dicts",
+            )
+
     def _uneven(self) -> LoaderError:
         sizes = {path: _length(leaf) for path, leaf in tree.items(self._batch, is_leaf=_is_column)}
         listed = ", ".join(f"{path or 'batch'}: {size}" for path, size in sizes.items() if size is not None)
@@ -162,12 +197,13 @@ class Columns:
             return LoaderError(
                 f"a batch holds no tensor to count rows of: {type(self._batch).__name__}",
                 where=self._where,
-                fix="yield tensors whose dim 0 is the batch (a collate_fn makes them)",
+                fix="yield tensors whose dim 0 is the batch (a collate_fn makes them), or fa.data.Rows(list)",
             )
         return LoaderError(
             f"the columns of a batch have different numbers of rows ({listed})",
             where=self._where,
-            fix="give each tensor and list one entry a row; use 0-d tensors, numbers or strings for the rest",
+            fix="give each tensor and list one entry a row, a list of tensors as fa.data.Rows(list). "
+            "What belongs to the whole batch is a number, a string, a 0-d tensor or fa.data.Shared(list)",
         )
 
     def cut(self, sizes: Sequence[int]) -> list[Any]:
@@ -282,6 +318,10 @@ def _is_entry(item: Tree, kinds: tuple[type, ...], rows: int) -> bool:
     if kinds == (list,) and not _is_column(item):
         return False
     return {_length(leaf) for leaf in tree.leaves(item, is_leaf=_is_column)} == {rows}
+
+
+def _counted(leaves: Iterable[Tree]) -> int:
+    return sum(_length(leaf) is not None for leaf in leaves)
 
 
 def _cut_leaf(leaf: Tree, sizes: Sequence[int]) -> Sequence[Any]:

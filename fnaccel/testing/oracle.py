@@ -12,7 +12,7 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from fnaccel import tree
+from fnaccel.data.cut import join
 from fnaccel.errors import UnknownNameError, nearest
 from fnaccel.step.loss import Mean
 from fnaccel.tree import Tree
@@ -42,7 +42,7 @@ class OracleResult:
 def oracle_run(
     make_model: Callable[[], torch.nn.Module] | torch.nn.Module,
     loss_fn: Callable[[Any, Any], Any],
-    batches: Sequence[Sequence[tree.Tree]],
+    batches: Sequence[Sequence[Tree]],
     *,
     lr: float,
     optimizer: Literal["sgd", "adamw"] = "sgd",
@@ -92,7 +92,7 @@ def oracle_run(
     losses: list[float] = []
     norms: list[float] = []
     for micros in batches:
-        batch = tree.map(_concatenated, *micros)
+        batch = join(micros)
         with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
             output = loss_fn(model, batch)
         loss = _scalar(output)
@@ -104,10 +104,6 @@ def oracle_run(
         losses.append(float(loss.detach()))
     params = {name: value.detach().clone() for name, value in model.named_parameters()}
     return OracleResult(losses=losses, grad_norms=norms, params=params)
-
-
-def _concatenated(*parts: Any) -> Any:
-    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
 
 
 def _scalar(output: Tree) -> torch.Tensor:

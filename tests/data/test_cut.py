@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fnaccel as fa
 from fnaccel import tree
-from fnaccel.data import Rows, cut, join, rows_of, split_sizes
+from fnaccel.data import Rows, Shared, cut, join, rows_of, split_sizes
 from fnaccel.errors import LoaderError, MicroBatchError
 
 
@@ -135,6 +135,65 @@ def test_a_batch_of_another_size_settles_what_a_list_is():
 
     cut(collated(5), [3, 2])
     assert cut(collated(2), [1, 1])[1]["corner"][0].tolist() == [1]
+
+
+META = {
+    "dicts": lambda n: [{"id": i} for i in range(n)],
+    "tuples": lambda n: [(i, "a") for i in range(n)],
+    "pairs of numbers": lambda n: [(i, i) for i in range(n)],
+    "none": lambda n: [None] * n,
+    "some": lambda n: [None if i % 2 else {"id": i} for i in range(n)],
+    "nested": lambda n: [{"id": {"of": [{"i": i}, {"i": 2}]}, "tags": ()} for i in range(n)],
+    "0-d": lambda n: [torch.tensor(i) for i in range(n)],
+    "shapes": lambda n: [torch.ones(i).shape for i in range(n)],
+    "a tuple of dicts": lambda n: tuple({"id": i} for i in range(n)),
+    "mappings": lambda n: [UserDict(id=i) for i in range(n)],
+}
+
+
+@pytest.mark.parametrize("within", [dict, lambda **columns: tuple(columns.values())], ids=["dict", "tuple"])
+@pytest.mark.parametrize("kind", [kind for kind in META if kind != "nested"])
+def test_a_list_without_tensors_is_a_column(kind, within):
+    """It went whole into each part: row 6 was paired with the metadata of row 4."""
+    make = META[kind]
+    whole = within(x=torch.arange(8), meta=make(8))
+    first, second = cut(whole, [6, 2])
+    at = "meta" if isinstance(whole, dict) else 1
+    assert (len(first[at]), second[at]) == (6, make(8)[6:])
+    assert join([first, second])[at] == make(8)
+    with pytest.raises(LoaderError, match=r"(?s)meta: 3.*fa\.data\.Rows.*fa\.data\.Shared"):
+        rows_of({"x": torch.arange(8), "meta": make(3)})
+
+
+def test_lists_of_lists_raise_whatever_their_length():
+    for n in (2, 3, 4):
+        batch = {"x": torch.ones(n), "meta": META["nested"](n)}
+        with pytest.raises(LoaderError, match=r"fa\.data\.Rows"):
+            cut(batch, [1, n - 1])
+
+
+def test_a_list_of_records_alone_is_counted():
+    assert rows_of([{"text": "a"}, {"text": "b"}, {"text": "c"}]) == 3
+
+
+def test_a_shared_list_goes_to_each_part():
+    shared = Shared([torch.ones(10), {"names": ["a", "b"]}])
+    first, second = cut({"x": torch.ones(4), "of all": shared}, [3, 1])
+    assert first["of all"] is second["of all"] is shared
+    assert join([first, second])["of all"] is shared
+    moved = tree.to(shared, torch.device("meta"))
+    assert (type(moved), moved[0].device.type) == (Shared, "meta")
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("boxes", [2, 3, 4])
+def test_pictures_and_their_boxes_are_no_rows(kind, boxes):
+    """With as many boxes as channels, 3 rows were counted in a batch of 4 pictures."""
+    targets = [{"boxes": torch.ones(boxes, 4), "labels": torch.ones(boxes)} for _ in range(4)]
+    images = [torch.ones(3, 8, 8) for _ in range(4)]
+    with pytest.raises(LoaderError, match=r"fa\.data\.Rows"):
+        rows_of((kind(images), kind(targets)))
+    assert rows_of((Rows(images), Rows(targets))) == 4
 
 
 def jagged(*lengths):

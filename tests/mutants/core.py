@@ -433,6 +433,14 @@ MUTANTS = [
         ("tests/data/test_streams_of_datasets.py", "-k", "shuffled and plain and 1-"),
     ),
     Mutant(
+        "metadata of all rows in each part", "data/cut.py", "return not any(type(item) not in _PLAIN and _holds_rows(item) for item in node)",
+        "return not any(type(item) not in _PLAIN for item in node)", ("tests/data/test_cut.py", "-k", "without_tensors and dicts"),
+    ),
+    Mutant(
+        "as many boxes as channels are rows", "data/cut.py", "        if len(self._lists) > 1:\n", "        if False:\n",
+        ("tests/data/test_cut.py", "-k", "boxes_are_no_rows"),
+    ),
+    Mutant(
         "x to rank 0 and y to rank 1", "collectives/splitting.py", "return dict(enumerate(inputs)) if any(", "return None if any(",
         ("tests/collectives/test_split.py", "-k", "batches_and"),
     ),

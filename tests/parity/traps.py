@@ -195,6 +195,18 @@ def of_marked(model: Any, batch: Any) -> fa.Mean:
     return squares(model, (batch["x"], batch["y"]))
 
 
+def with_metadata(step: int, rank: int) -> Any:
+    """A dict a row, without tensors: the weight of row 2 is that of row 0 if the list goes to each part."""
+    x, y = rank_batch(step, rank)
+    return {"x": x, "y": y, "meta": [{"weight": 1.0 + number} for number in range(len(x))]}
+
+
+def by_metadata(model: Any, batch: Any) -> fa.Mean:
+    weights = torch.tensor([row["weight"] for row, _ in zip(batch["meta"], batch["x"], strict=False)])
+    squared = (model(batch["x"]) - batch["y"]).square().flatten()
+    return fa.Mean((weights * squared).sum(), weight=len(squared))
+
+
 class Ring(IterableDataset[Any]):
     """The batches of a rank, in one buffer."""
 
@@ -283,6 +295,12 @@ TRAPS = {
         batch=marked,
         step=lambda loss: fa.accumulate(loss, 2),
         refused=dict.fromkeys(EVERYWHERE, "fa.data.Rows"),
+    ),
+    "metadata of rows": Trap(
+        make=lambda: nn.Linear(3, 1),
+        loss=by_metadata,
+        batch=with_metadata,
+        step=lambda loss: fa.accumulate(loss, 2),
     ),
 }
 
