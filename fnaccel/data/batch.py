@@ -22,6 +22,8 @@ class Batch:
         position: the position in the data after this batch.
         first: the place of its first row in the global batch. None if `fa.shard` did not make it.
         together: the rows of the global batch, on all ranks.
+        samples: how many samples its rows were made of, on this rank. None if that is not known.
+        per_sample: how many rows a sample has, which stay together. `rows` and `valid` count samples then.
         source: facts about the loader, which a checkpoint holds beside the position.
 
     Example:
@@ -36,6 +38,8 @@ class Batch:
     position: Position
     first: int | None = None
     together: int = 0
+    samples: int | None = None
+    per_sample: int = 1
     source: Mapping[str, Any] | None = attrs.field(default=None, eq=False, repr=False)
 
 
@@ -51,3 +55,12 @@ class Window(tuple[Any, ...]):
     """
 
     __slots__ = ()
+
+
+def made_of(rows: int, samples: int, cut_for: str) -> str:
+    """A warning that rows are cut in their order, though a collate function made another number of them."""
+    return (
+        f"{samples} samples made {rows} rows, which are cut in their order for {cut_for}. Packed rows and "
+        "crops that count one by one are exact so. Rows that belong together, as pairs do, are not: "
+        f"fa.shard(loader, rows_per_sample={max(2, rows // samples)}) keeps those of a sample together"
+    )

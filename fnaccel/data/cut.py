@@ -141,15 +141,17 @@ class Columns:
     Args:
         batch: any pytree with at least one tensor (or column of plain values) in it.
         where: the name of the caller, for messages.
+        per_sample: rows of each sample. Row `i` is of sample `i % samples`.
 
     Attributes:
-        rows: how many rows the batch has.
+        rows: how many rows the batch has. With several rows a sample, how many samples.
 
     Raises:
-        LoaderError: the columns differ in length, or there is none. Every path is listed.
+        LoaderError: the columns differ in length, there is none, or samples have other numbers of rows. Every
+            path is listed.
     """
 
-    def __init__(self, batch: Tree, where: str = "shard(loader)") -> None:
+    def __init__(self, batch: Tree, where: str = "shard(loader)", per_sample: int = 1) -> None:
         self._batch = batch
         self._where = where
         self._lists: list[Any] = []
@@ -160,7 +162,11 @@ class Columns:
         lengths = {length for leaf in self._leaves if (length := _length(leaf)) is not None}
         if len(lengths) != 1:
             raise self._uneven()
-        (self.rows,) = lengths
+        (rows,) = lengths
+        self.rows, rest = divmod(rows, per_sample)
+        if rest:
+            raise rows_differ(rows, per_sample)
+        self._per_sample = per_sample
         if len(self._lists) > 1:
             self._check_lists_alone()
 
@@ -180,12 +186,13 @@ class Columns:
         Their items may have 3 channels and 3 boxes each. Nothing beside the lists says that 3 is no number
         of rows.
         """
-        lists = [node for _, node in _inner_lists(self._batch, self.rows, ())]
+        rows = self.rows * self._per_sample
+        lists = [node for _, node in _inner_lists(self._batch, rows, ())]
         inside = [leaf for node in lists for leaf in tree.leaves(node, is_leaf=_is_column)]
         if len(lists) > 1 and len(set(map(len, lists))) == 1 and _counted(inside) == _counted(self._leaves):
             raise LoaderError(
-                f"a batch of {len(lists)} lists of {len(lists[0])} items with {self.rows} entries each: "
-                f"{len(lists[0])} rows, or columns of {self.rows}",
+                f"a batch of {len(lists)} lists of {len(lists[0])} items with {rows} entries each: "
+                f"{len(lists[0])} rows, or columns of {rows}",
                 where=self._where,
                 fix="for one item a row pass each list as fa.data.Rows(list); for columns pass dicts",
             )
@@ -214,10 +221,24 @@ class Columns:
                 where=self._where,
                 fix=f"choose sizes that add up to {self.rows}: split_sizes({self.rows}, parts)",
             )
+        if self._per_sample > 1:
+            blocks = cut(self._batch, [self.rows] * self._per_sample, where=self._where)
+            pieces = zip(*(cut(block, sizes, where=self._where) for block in blocks), strict=True)
+            return [join(piece) for piece in pieces]
         if self._lists and max(sizes, default=0) < self.rows:
             _check_lists(self._batch, self.rows, self._where)
         parts = zip(*(_cut_leaf(leaf, sizes) for leaf in self._leaves), strict=True)
         return [tree.unflatten(self._structure, part) for part in parts]
+
+
+def rows_differ(rows: int, per_sample: int, samples: int | None = None) -> LoaderError:
+    """The error if a collate function did not make so many rows of each sample."""
+    made = f" of {samples} samples" if samples else ""
+    return LoaderError(
+        f"a batch of {rows} rows{made} has not {per_sample} rows for each sample",
+        where=f"fa.shard(loader, rows_per_sample={per_sample})",
+        fix="pass how many rows the collate function makes of a sample; or fa.data.Rows, one entry a sample",
+    )
 
 
 def rows_of(batch: Tree, *, where: str = "shard(loader)") -> int:

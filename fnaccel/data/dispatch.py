@@ -113,7 +113,7 @@ def dispatch(batches: Iterator[Batch] | None, link: Link) -> Iterator[Batch]:
 
 def _portions(batch: Batch, ranks: int) -> list[Batch]:
     """Every rank's part of a global batch. A rank without rows gets rank 0's, none of them valid."""
-    parts, sizes = shares(batch.data, batch.valid, ranks)
+    parts, sizes = shares(batch.data, batch.valid, ranks, batch.per_sample)
     return [
         attrs.evolve(
             batch,
@@ -121,6 +121,7 @@ def _portions(batch: Batch, ranks: int) -> list[Batch]:
             valid=valid,
             rows=span(batch.rows, rank=rank, ranks=ranks)[1],
             first=span(batch.valid, rank=rank, ranks=ranks)[0],
+            samples=batch.samples and span(batch.samples, rank=rank, ranks=ranks)[1],
         )
         for rank, (data, valid) in enumerate(zip(parts, sizes, strict=True))
     ]

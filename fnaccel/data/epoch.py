@@ -35,6 +35,7 @@ class Reading:
         holds: whether batches wait after they were read, whatever the reader.
         across: whether they wait over the end of an epoch.
         source: facts about the loader, for the batches.
+        per_sample: how many rows the collate function makes of a sample.
         order: the order of a sampler of the user's own, if it was made before.
     """
 
@@ -50,6 +51,7 @@ class Reading:
     holds: bool
     across: bool
     source: Mapping[str, Any] | None = None
+    per_sample: int = 1
     order: list[Any] | None = None
 
     def own(self, batches: Iterable[Tree]) -> Iterator[Tree]:

@@ -133,6 +133,8 @@ def _batches(turns: Iterable[Turn], data: Iterator[Any], reading: Reading) -> It
             position=position,
             first=turn.first,
             together=turn.together,
+            samples=len(turn.keys),
+            per_sample=reading.per_sample,
             source=reading.source,
         )
         turn = following

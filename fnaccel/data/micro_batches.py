@@ -9,8 +9,8 @@ import attrs
 import torch
 
 from fnaccel import tree
-from fnaccel.data.batch import Batch, Window
-from fnaccel.data.cut import Columns, split_sizes
+from fnaccel.data.batch import Batch, Window, made_of
+from fnaccel.data.cut import Columns, rows_differ, split_sizes
 from fnaccel.errors import MicroBatchError
 from fnaccel.tree import Tree
 
@@ -36,9 +36,11 @@ class MicroBatches(list[MicroBatch]):
     Attributes:
         batch: the last `fa.data.Batch`, which knows its position in the data. None for plain batches.
         around: the context of their forward and backward passes.
+        note: a warning of rows that were cut, though they are no samples. None without.
     """
 
     batch: Batch | None = None
+    note: str | None = None
     around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -60,18 +62,20 @@ def micro_batches(batch: Tree, n: int, device: torch.device) -> MicroBatches:
         )
     parts, before = MicroBatches(), 0
     for member in members:
-        parts += _cut(member, n, device, before)
+        parts += _cut(member, n, device, before, parts)
         before += member.together if isinstance(member, Batch) else 0
     if isinstance(members[-1], Batch):
         parts.batch = members[-1]
     return parts
 
 
-def _cut(batch: Tree, n: int, device: torch.device, before: int) -> list[MicroBatch]:
+def _cut(batch: Tree, n: int, device: torch.device, before: int, noted: MicroBatches) -> list[MicroBatch]:
     """The micro-batches of one batch of a window, after `before` rows of the other batches."""
+    per_sample, samples = 1, None
     if isinstance(batch, Batch):
         data, valid = batch.data, batch.valid
         first = None if batch.first is None else before + batch.first
+        per_sample, samples = batch.per_sample, batch.samples
     else:
         data, valid, first = batch, 1, None
         if device.type != "cpu":
@@ -79,7 +83,11 @@ def _cut(batch: Tree, n: int, device: torch.device, before: int) -> list[MicroBa
             data = tree.to(data, device)
     if n <= 1:
         return [MicroBatch(data, valid, first)]
-    columns = Columns(data, f"accumulate(step, {n})")
+    columns = Columns(data, f"accumulate(step, {n})", per_sample)
+    if samples and samples != columns.rows:
+        if per_sample > 1:
+            raise rows_differ(columns.rows * per_sample, per_sample, samples)
+        noted.note = made_of(columns.rows, samples, f"accumulate(step, {n})")
     full = batch.rows if isinstance(batch, Batch) else columns.rows
     if full < n:
         raise MicroBatchError(

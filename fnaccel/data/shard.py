@@ -59,6 +59,7 @@ class Shards:
         sampling: `"poisson"` for batches in which each row is with one probability.
         prefetch: how many batches are copied to the device ahead of the one in use.
         device_placement: whether tensors are moved to the device at all.
+        rows_per_sample: how many rows the collate function makes of a sample.
         accept_changes: whether a position is taken up though the data has changed since it was saved.
         start: the position at which iteration begins.
         step: the step of the first window.
@@ -82,6 +83,7 @@ class Shards:
     sampling: Sampling | None = None
     prefetch: int = 1
     device_placement: bool = True
+    rows_per_sample: int = 1
     accept_changes: bool = False
     start: Position = attrs.field(factory=Position)
     step: int = 0
@@ -213,6 +215,7 @@ def shard(
     sampling: Sampling | None = None,
     prefetch: int = 1,
     device_placement: bool = True,
+    rows_per_sample: int = 1,
     accept_changes: bool = False,
 ) -> Shards:
     """Describe how ranks share a loader. Nothing is read yet.
@@ -251,13 +254,16 @@ def shard(
         prefetch: how many batches are read, and their copies to an accelerator begun, ahead of the one in
             use. 0 for none. The CPU copies nothing.
         device_placement: False leaves tensors where the loader made them.
+        rows_per_sample: how many rows the collate function makes of a sample, such as 2 of a chosen and a
+            rejected answer. Row `i` is of sample `i % samples`, as in `torch.cat([chosen, rejected])`. Ranks
+            and micro-batches get whole samples in the same layout.
         accept_changes: take up the position of a checkpoint in the middle of an epoch though the number of
             samples or their order has changed since then: some samples come twice then, or not at all.
 
     Raises:
         UnknownNameError: no such remainder or sampling.
-        ArgumentError: a window below 1, a prefetch below 0, two of dispatch, per_rank and presplit, or an
-            option that sampling has no use for.
+        ArgumentError: a window or rows_per_sample below 1, a prefetch below 0, two of dispatch, per_rank and
+            presplit, several rows a sample with `"wrap"`, or an option that sampling has no use for.
         LoaderError: not iterable, empty, split between ranks already (see presplit), can't be shuffled or
             sampled, or has a place of its own.
 
@@ -280,6 +286,12 @@ def shard(
             f"prefetch={prefetch} batches can't be read ahead",
             where=where,
             fix="pass how many, or 0 for none",
+        )
+    if rows_per_sample < 1 or (rows_per_sample > 1 and remainder == "wrap"):
+        raise ArgumentError(
+            f"rows_per_sample={rows_per_sample} with remainder={remainder!r}",
+            where=where,
+            fix='pass 1 row or more of a sample, and remainder="keep" or "drop" if they are several',
         )
     if dispatch and per_rank:
         raise ArgumentError(
@@ -322,6 +334,7 @@ def shard(
         shuffle=shuffle,
         sampling=sampling,
         prefetch=int(prefetch),
+        rows_per_sample=rows_per_sample,
         device_placement=device_placement,
         accept_changes=accept_changes,
     )
@@ -426,6 +439,7 @@ def open_epoch(
         guard=guard,
         holds=shards.window is not None or shards.presplit or (shards.prefetch > 0 and copies_aside(device)),
         across=shards.across_epochs,
+        per_sample=shards.rows_per_sample,
     )
     if shards.dispatch:
         if ranks > 1 and link.group is None:

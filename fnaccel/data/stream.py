@@ -9,6 +9,7 @@ workers read it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -17,9 +18,9 @@ import attrs
 import torch.utils.data as torch_data
 
 from fnaccel import tree
-from fnaccel.data.batch import Batch
+from fnaccel.data.batch import Batch, made_of
 from fnaccel.data.buffer_guard import copied
-from fnaccel.data.cut import cut, join, rows_of, split_sizes
+from fnaccel.data.cut import Columns, cut, join, rows_of, split_sizes
 from fnaccel.data.epoch import Reading, check_any, check_start, epoch_order
 from fnaccel.data.fetch import KeyFeed, Reopenable, read, reopened, settings_of
 from fnaccel.data.loaders import Stream, is_plain, keeps_workers
@@ -58,7 +59,15 @@ def open_stream(source: Stream, reading: Reading, link: Link) -> Iterator[Batch]
             first = sum(before.rows for before in lot[: link.rank])
         else:
             whole = lot[0]
-            data, valid = part(whole.data, whole.rows, rank=link.rank, ranks=link.ranks)
+            if (
+                link.ranks > 1
+                and source.batch_size
+                and whole.rows > source.batch_size
+                and "rows" not in reading.kept
+            ):
+                reading.kept["rows"] = True
+                warnings.warn(made_of(whole.rows, source.batch_size, "ranks"), UserWarning, stacklevel=2)
+            data, valid = part(whole, reading.per_sample, rank=link.rank, ranks=link.ranks)
             rows = span(source.batch_size or whole.rows, rank=link.rank, ranks=link.ranks)[1]
             first = span(whole.rows, rank=link.rank, ranks=link.ranks)[0]
         yield Batch(
@@ -68,22 +77,24 @@ def open_stream(source: Stream, reading: Reading, link: Link) -> Iterator[Batch]
             position=position,
             first=first,
             together=sum(each.rows for each in lot),
+            samples=min(valid, rows),
+            per_sample=reading.per_sample,
             source=reading.source,
         )
 
 
-def part(data: tree.Tree, rows: int, *, rank: int, ranks: int) -> tuple[tree.Tree, int]:
+def part(piece: Piece, per_sample: int, *, rank: int, ranks: int) -> tuple[tree.Tree, int]:
     """(this rank's rows of a global batch, how many). Rank 0's rows and 0 if there are none."""
     if ranks == 1:
-        return data, rows
-    parts, sizes = shares(data, rows, ranks)
+        return piece.data, piece.rows
+    parts, sizes = shares(piece.data, piece.rows, ranks, per_sample)
     return parts[rank], sizes[rank]
 
 
-def shares(data: tree.Tree, rows: int, ranks: int) -> tuple[list[tree.Tree], list[int]]:
+def shares(data: tree.Tree, rows: int, ranks: int, per_sample: int) -> tuple[list[tree.Tree], list[int]]:
     """Every rank's part of a global batch and how many of its rows count."""
     sizes = split_sizes(rows, ranks)
-    parts = cut(data, sizes, where="shard(loader)")
+    parts = Columns(data, per_sample=per_sample).cut(sizes)
     return [share if size else parts[0] for share, size in zip(parts, sizes, strict=True)], sizes
 
 
@@ -128,7 +139,7 @@ def _counted(
     The first `keep` of the epoch go into `head`, from which "wrap" repeats. `after` samples were skipped.
     """
     for data in trees:
-        rows = rows_of(data)
+        rows = Columns(data, per_sample=reading.per_sample).rows
         if rows == 0:
             continue
         begin, after = after, after + rows
@@ -144,7 +155,8 @@ def _counted(
         data, rows = whole
         used = reading.start - begin
         if used > 0:
-            data, rows = cut(data, [used, rows - used], where="shard(loader)")[1], rows - used
+            columns = Columns(data, per_sample=reading.per_sample)
+            data, rows = columns.cut([used, rows - used])[1], rows - used
         yield Piece(data, rows, after)
     check_start(after, reading)
 

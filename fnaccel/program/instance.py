@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -93,6 +94,7 @@ class Instance:
         self.lowered = lowered
         self.where = where
         self.notes = notes
+        self.cut_noted = False
         self.moved = False
         self.probed = False  # whether the cut model was compared with the whole one
         self.cut_fails = False  # whether the cut model raised in that
@@ -252,6 +254,9 @@ class Instance:
         if not self._trains or self._empty:
             raise self._not_ready()
         cut = micro_batches(batch, self.lowered.settings.micro_batches, self._device)
+        if cut.note is not None and not self.cut_noted:
+            self.cut_noted, self.notes = True, (*self.notes, Note(cut.note))
+            warnings.warn(cut.note, UserWarning, stacklevel=4)
         if self.same_rows is not None:
             self.same_rows.check(state.data.epoch, cut)
         if self.meter is not None:

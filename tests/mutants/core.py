@@ -441,6 +441,10 @@ MUTANTS = [
         ("tests/data/test_cut.py", "-k", "boxes_are_no_rows"),
     ),
     Mutant(
+        "chosen with chosen", "data/micro_batches.py", "        per_sample, samples = batch.per_sample, batch.samples\n", "",
+        ("tests/data/test_pairs.py", "-k", "raw_loop and 2-local-map"),
+    ),
+    Mutant(
         "x to rank 0 and y to rank 1", "collectives/splitting.py", "return dict(enumerate(inputs)) if any(", "return None if any(",
         ("tests/collectives/test_split.py", "-k", "batches_and"),
     ),
