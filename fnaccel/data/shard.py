@@ -237,7 +237,7 @@ def shard(
         across_epochs: a window may go over the end of an epoch. Else the last of an epoch may be smaller.
         remainder: `"keep"` uses the rows of a last batch that is not full, `"drop"` leaves them
             out, `"wrap"` fills up from the beginning. By default `"drop"` if the loader has
-            `drop_last=True`, else `"keep"`.
+            `drop_last=True`, else `"keep"`. A loss that calls collectives of torch needs `"drop"`.
         seed: the root seed of the order and of the workers' randomness.
         per_rank: a batch of the loader is one rank's. The global batch is `ranks` times as large.
         dispatch: rank 0 alone reads, and sends each rank its rows.
