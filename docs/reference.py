@@ -41,7 +41,7 @@ GROUPS = {
     "Optimizers from parts": [
         "optim.chain", "optim.add_decayed_weights", "optim.scale_by_adam", "optim.scale_by_rms", "optim.trace", "optim.scale_by_lion", "optim.trust_ratio", "optim.clip_norm", "optim.adaptive_clip", "optim.centralize", "optim.lookahead", "optim.masked",
     ],
-    "Data": ["shard", "set_seed", "data.Shards", "data.Batch", "data.Window", "data.Rows", "data.register_batch", "data.rows_of", "data.cut"],
+    "Data": ["shard", "set_seed", "data.Shards", "data.Batch", "data.Window", "data.Rows", "data.Shared", "data.register_batch", "data.rows_of", "data.cut"],
     "State and checkpoints": [
         "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "checkpoint.latest", "checkpoint.checkpoints", "checkpoint.hooks", "checkpoint.Hooks",
         "checkpoint.save_on_main", "interchange.adopt", "interchange.export_hf", "interchange.gather_state_dict", "interchange.export_adapter",
