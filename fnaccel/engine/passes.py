@@ -223,8 +223,10 @@ class Passes:
         if engine.hooks.micro_batch is not None:
             engine.hooks.micro_batch(True)
         whole = engine.forward.whole
-        if whole is not None and whole.held:
-            whole.reduce()
+        if whole is not None:
+            whole.check_kept()
+            if whole.held:
+                whole.reduce()
         if engine.hooks.finish is not None:
             engine.hooks.finish()
         layout, plain = engine.layout, torch.Tensor
@@ -233,7 +235,7 @@ class Passes:
             for leaf in layout.leaves
         ]
         # a runtime may keep gradients to itself
-        if engine.runtime.bound is None and layout.held_by is None and (not grads or grads[0] is None):
+        if engine.runtime.bound is None and (not grads or grads[0] is None):
             check_reached(grads, loss.where)
         if not self._late:
             totals.wait()

@@ -16,7 +16,14 @@ import torch
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError, UnknownNameError, nearest
+from fnaccel.errors import (
+    ArgumentError,
+    CapabilityError,
+    StaleStateError,
+    TreeMismatchError,
+    UnknownNameError,
+    nearest,
+)
 from fnaccel.models.building import Built
 
 
@@ -37,6 +44,10 @@ class WholeValues(Protocol):
 
     def reduce(self) -> None:
         """Add the gradients of the whole parameters to those of the parts, and free what is whole."""
+        ...
+
+    def check_kept(self) -> None:
+        """Raise StaleStateError if a loss used those of an earlier update, whose gradients went nowhere."""
         ...
 
     def ungathered(self) -> contextlib.AbstractContextManager[None]:
@@ -111,7 +122,8 @@ def params(model: nn.Module) -> dict[str, torch.Tensor]:
     """The trained parameters of a model as values: whole, differentiable tensors.
 
     Inside a loss, gradients that reach them become gradients of the step, on every strategy that can. Under
-    `fsdp` the first call in an update gathers the whole model: the plan says how large that is.
+    `fsdp` the first call in an update gathers the whole model: the plan says how large that is. Take them
+    anew in each update.
 
     Args:
         model: a module of a train step, as its loss gets it, or any other module.
@@ -122,6 +134,7 @@ def params(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Raises:
         CapabilityError: ranks hold parts of a layer (tensor, context, pipelines), or a runtime keeps them.
+        StaleStateError: by the train step, under `fsdp`, if a loss used those of an earlier update.
         ArgumentError: a dict of models, of which one has to be named.
 
     Example:
@@ -146,6 +159,15 @@ def params(model: nn.Module) -> dict[str, torch.Tensor]:
             value = value if whole is None else whole[canonical]
             found[name] = value if value.requires_grad else value.detach()
     return found
+
+
+def kept_values(what: str) -> StaleStateError:
+    """The error for parameters that were taken in one update and used in another."""
+    return StaleStateError(
+        what,
+        where="fa.params(model)",
+        fix="call fa.params(model) in each call of the loss, and keep its result no longer",
+    )
 
 
 def call(

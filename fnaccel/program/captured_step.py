@@ -24,10 +24,11 @@ from fnaccel.engine.updater import Updater
 from fnaccel.errors import CapabilityError
 from fnaccel.extend import Capture, Engine, Gradients, MicroBatches
 from fnaccel.models.moving_buffers import passes_put_back
+from fnaccel.models.parameter_values import kept_values
 from fnaccel.optim import kernels
-from fnaccel.program.step_graph import LATE, Finished, FinishInputs, StepGraph, filled
+from fnaccel.program.step_graph import KEPT, LATE, Finished, FinishInputs, StepGraph, filled
 from fnaccel.program.tail import Tail
-from fnaccel.step.loss import check_attached, read_loss
+from fnaccel.step.loss import check_attached, check_reached, read_loss
 from fnaccel.step.settings import Compiler
 from fnaccel.texts import first_of
 from fnaccel.tree import Tree
@@ -101,6 +102,8 @@ class CapturedStep:
                     fix="fa.compile(step, scope='block'), where each update may use others; or use all "
                     "parameters that are trained in the first update",
                 ) from error
+            if KEPT in str(error):
+                raise kept_values(KEPT) from error
             # shards are gathered by all ranks, and other ranks may not have failed
             if not any(leaf.sharded for leaf in self._capture.leaves):
                 self._try_eagerly(data, lent_models, info)
@@ -120,6 +123,8 @@ class CapturedStep:
         values.take(detached(aux), valid=False)
         self.engine.agreement.check(structure(values, self.kind(weighted)), self.group, rows)
         used = tuple(map(any, zip(*gather_objects(reached, over=self.group), strict=True)))
+        check_reached([was or None for was in used], self.loss.where)
+        self._graph.reaches = any(reached)
         if self._capture.complete and not all(used):
             names = [leaf.name for leaf, was in zip(self._capture.leaves, used, strict=True) if not was]
             raise CapabilityError(

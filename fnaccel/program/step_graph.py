@@ -23,12 +23,18 @@ from fnaccel.program.tail import Tail
 from fnaccel.step.loss import Scalar, check_attached, check_reached, is_uncounted, masked, read_loss
 from fnaccel.tree import Tree
 
+KEPT = "the loss used parameters that fa.params gave in an earlier call"
 LATE = "a parameter that no rank used in the first update gets a gradient"
 
 
 @torch.compiler.disable(reason=LATE)
 def _refuse() -> None:
     """End the trace. `CapturedStep.call` finds the reason in torch's error."""
+
+
+@torch.compiler.disable(reason=KEPT)
+def _refuse_kept() -> None:
+    """As `_refuse`."""
 
 
 class FinishInputs(NamedTuple):
@@ -100,12 +106,14 @@ class StepGraph:
 
     Attributes:
         used: which parameters any rank has a gradient for. None until the ranks have compared.
+        reaches: whether the loss of this rank reached some then.
     """
 
     def __init__(
         self, engine: Engine, capture: Capture, loss: Loss, tail: Tail | None, updater: Updater, params: Tree
     ) -> None:
         self.used: tuple[bool, ...] | None = None
+        self.reaches = False
         self._engine = engine
         self._capture = capture
         self._loss = loss
@@ -241,6 +249,8 @@ class StepGraph:
         averaged = average([torch.zeros_like(param) if grad is None else grad for grad, param in pairs])
         reached = tuple(grad is not None for grad in grads)
         used = reached if self.used is None else self.used
+        if self.reaches and not any(reached):
+            _refuse_kept()
         if any(now and not then for now, then in zip(reached, used, strict=True)):
             _refuse()
         return [grad if was else None for grad, was in zip(averaged, used, strict=True)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from fnaccel import _torch
 from fnaccel.models.building import Built
 from fnaccel.models.parameter import Leaf
+from fnaccel.models.parameter_values import kept_values
 from fnaccel.strategies._torch import shard_groups_of, without_gathering
 from fnaccel.strategies.gather_order import GatherOrder
 from fnaccel.world.mesh import Mesh
@@ -189,6 +191,7 @@ class WholeLeaves:
         self._leaves = [leaf for leaf in leaves if leaf.name in pieces]
         self._shards = Shards(units, [pieces[leaf.name] for leaf in self._leaves], mesh, reduce)
         self._values: dict[str, torch.Tensor] = {}
+        self._kept: list[weakref.ref[torch.Tensor]] = []  # of earlier updates: nobody should hold them
         self.held = self.most = 0
 
     def values(self) -> dict[str, torch.Tensor]:
@@ -211,8 +214,8 @@ class WholeLeaves:
     def reduce(self) -> None:
         """Add this update's gradients of the whole leaves, averaged over ranks, to those of the shards."""
         whole = [self._values[leaf.name] for leaf in self._leaves]
-        self.drop()
         grads = [value.grad for value in whole]
+        self.drop()
         used = self._used_by_any(grads)
         averaged = self._shards.average(
             [
@@ -230,8 +233,19 @@ class WholeLeaves:
 
     def drop(self) -> None:
         """Free the whole leaves, and their gradients."""
+        self._kept = [ref for ref in self._kept if ref() is not None]
+        if self.held:
+            for leaf in self._leaves:
+                value = self._values[leaf.name]
+                value.grad = None
+                self._kept.append(weakref.ref(value))
         self._values = {}
         self.held = 0
+
+    def check_kept(self) -> None:
+        """Raise StaleStateError if whole leaves of an earlier update got a gradient."""
+        if any(value is not None and value.grad is not None for value in (ref() for ref in self._kept)):
+            raise kept_values("the loss used parameters that fa.params gave in an earlier update")
 
     def _used_by_any(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
         """Which leaves have a gradient on some rank. An optimizer leaves the others alone."""

@@ -58,6 +58,14 @@ MUTANTS = [
         "(noise.multiplier * noise.clip, rate, steps)", (PRIVACY, "-k", "that_of_opacus"),
     ),
     Mutant(
+        "values of an earlier update are taken", "strategies/whole_leaves.py", "                self._kept.append(weakref.ref(value))", "                pass",
+        ("tests/transforms/test_kept_tensors.py", "-k", "earlier_update and True-None"),
+    ),
+    Mutant(
+        "a loss of other parameters trains shards", "engine/passes.py", "            check_reached(grads, loss.where)", "            pass",
+        ("tests/parity/test_traps.py", "-k", "foreign and fsdp and eager and sgd"),
+    ),
+    Mutant(
         "a gradient is shown before its noise", "transforms/per_example.py", "return self.multiplier > 0", "return False",
         (PRIVACY, "-k", "without_its_noise"),
     ),

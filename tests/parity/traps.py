@@ -207,6 +207,31 @@ def by_metadata(model: Any, batch: Any) -> fa.Mean:
     return fa.Mean((weights * squared).sum(), weight=len(squared))
 
 
+FOREIGN = nn.Parameter(torch.ones(3, 1))
+
+
+def of_foreign(model: Any, batch: Any) -> fa.Mean:
+    x, y = batch
+    return fa.Mean((x @ FOREIGN - y).square().sum(), weight=len(y))
+
+
+KEPT: list[dict[str, torch.Tensor]] = []
+
+
+def keeping() -> nn.Module:
+    KEPT.clear()
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def of_kept(model: Any, batch: Any) -> fa.Mean:
+    """The parameters of the first call are those of the model."""
+    x, y = batch
+    if not KEPT:
+        KEPT.append(fa.params(model))
+    both = (fa.call(model, KEPT[0], x) - y).square() + (model(x) - y).square()
+    return fa.Mean(both.sum(), weight=len(y))
+
+
 class Ring(IterableDataset[Any]):
     """The batches of a rank, in one buffer."""
 
@@ -289,6 +314,13 @@ TRAPS = {
         loss=at_a_temperature,
         refused=dict.fromkeys([(name, "compiled") for name in ("local", "ddp", "fsdp")], "can't compile"),
     ),
+    "foreign parameters": Trap(
+        make=lambda: nn.Linear(3, 1),
+        loss=of_foreign,
+        refused=dict.fromkeys(EVERYWHERE, "no trainable parameter got a gradient"),
+    ),
+    # under fsdp: transforms/test_kept_tensors.py
+    "parameters that are kept": Trap(make=keeping, loss=of_kept, strategies=("local", "ddp")),
     "inner lists": Trap(
         make=lambda: nn.Linear(3, 1),
         loss=of_marked,

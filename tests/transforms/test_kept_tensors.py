@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fnaccel as fa
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, StaleStateError
 from fnaccel.extend import Optimizer
 from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
@@ -116,3 +116,33 @@ def test_an_error_of_a_hook_does_not_blame_the_loss(pools):
     for name, text in pools.run(2, mixed):
         assert name == "RuntimeError"
         assert "mixed torch.Tensor and DTensor" in text
+
+
+def of_kept(fresh, scope, looks):
+    """Losses of a loss that keeps the parameters of its first call, beside those of each call or alone."""
+    kept = []
+
+    def loss(model, batch):
+        x, y = batch
+        if not kept:
+            kept.append(fa.params(model))
+        total = (fa.call(model, fa.params(model) if looks else kept[0], x) - y).square().sum()
+        return fa.Mean(total + ((model(x) - y).square().sum() if fresh else 0.0), weight=len(y))
+
+    step = loss if scope is None else fa.compile(loss, scope, backend="eager")
+    train_step = program(step, strategy="fsdp")
+    state, losses = train_step.init(seed=0), []
+    for call in range(3):
+        state, metrics = train_step(state, batch_of(4, call))
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize(("fresh", "scope"), [(True, None), (False, None), (False, "step")])
+def test_parameters_of_an_earlier_update_raise_in_shards(pools, fresh, scope):
+    with pytest.raises(StaleStateError, match="fa.params gave in an earlier"):
+        pools.run(2, of_kept, fresh, scope, False)
+
+
+def test_parameters_may_be_kept_that_no_loss_uses(pools):
+    assert len(pools.run(2, of_kept, True, None, True)[0]) == 3
