@@ -14,7 +14,7 @@ WHOLE = "strategies/whole_leaves.py"
 
 MUTANTS = [
     Mutant(
-        "whole leaves kept over an update", WHOLE, "        self.drop()\n        grads", "        grads",
+        "whole leaves kept over an update", WHOLE, "        self.drop()\n        used", "        used",
         (PARAMS, "-k", "raw_loop and fsdp-halved"),
     ),
     Mutant(

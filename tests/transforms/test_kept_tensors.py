@@ -140,7 +140,7 @@ def of_kept(fresh, scope, looks):
 
 @pytest.mark.parametrize(("fresh", "scope"), [(True, None), (False, None), (False, "step")])
 def test_parameters_of_an_earlier_update_raise_in_shards(pools, fresh, scope):
-    with pytest.raises(StaleStateError, match="fa.params gave in an earlier"):
+    with pytest.raises(StaleStateError, match=r"fa\.params gave in an earlier"):
         pools.run(2, of_kept, fresh, scope, False)
 
 
