@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 
 from fnaccel import _torch
-from fnaccel.errors import ArgumentError, CapabilityError
+from fnaccel.errors import CapabilityError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim import kernels
 from fnaccel.optim.description import Bound, Group, Optimizer
@@ -20,11 +20,11 @@ from fnaccel.optim.rules import (
     AddDecayedWeights,
     Masked,
     Part,
-    PlacedPart,
     ScaleByAdam,
     Slots,
     Trace,
     UpdateInfo,
+    first_slots,
     free_name,
     part_name,
     placed,
@@ -46,7 +46,8 @@ class ChainKernel:
     @property
     def traceable(self) -> bool:
         """Whether all rules can be captured in a graph."""
-        return all(unmasked(part).traceable for part in self.chain)
+        parts = [unmasked(part) for part in self.chain]
+        return all(part.traceable and not part.whole for part in parts)
 
     def parts(self, options: dict[str, Any]) -> tuple[Part, ...]:  # noqa: ARG002 - they are in the parts
         """The parts."""
@@ -57,7 +58,7 @@ class ChainKernel:
 
         Raises:
             ArgumentError: a mask selects no parameter.
-            CapabilityError: a part goes by rows, and a parameter is complex.
+            CapabilityError: a part goes by rows, or asks for whole parameters, and a parameter is complex.
         """
         fused = fused_of(self.chain)
         if fused is None:
@@ -79,22 +80,24 @@ class BoundChain:
         copies = () if over is None else tuple(leaf.copies for leaf in leaves)
         by_rows = over is not None and any(unmasked(part).by_rows for part in chain)
         rows = tuple(_cut_rows(leaf) if by_rows else None for leaf in leaves)
-        self._fast, self._pure = Fast(over, copies, rows), Pure(over, copies, rows)
+        layout = over, copies, rows, () if over is None else tuple(leaves)
+        self._fast, self._pure = Fast(*layout), Pure(*layout)
         self._shards = [real_view(leaf.shard) for leaf in leaves]
         self._wide = any(shard.dtype is torch.float64 for shard in self._shards)
         self._parts = [placed(part, leaves) for part in chain]
         self._slots: list[Slots] = []
         self.slots: dict[str, dict[str, Any]] = {leaf.name: {} for leaf in leaves}
         for each in self._parts:
-            chosen = [leaves[i] for i in (range(len(leaves)) if each.places is None else each.places)]
-            if each.part.by_rows:
-                _check_rows(each.part, chosen)
-            self._slots.append(self._make_slots(each, chosen))
+            places = range(len(leaves)) if each.places is None else each.places
+            if each.part.by_rows or each.part.whole:
+                _check_rows(each.part, [leaves[i] for i in places])
+            self._slots.append(
+                self._make_slots(each.part, self._fast.of(places), [leaves[i] for i in places])
+            )
 
-    def _make_slots(self, each: PlacedPart, leaves: Sequence[Leaf]) -> Slots:
+    def _make_slots(self, part: Part, ops: Fast, leaves: Sequence[Leaf]) -> Slots:
         """The slots of one part, shown beside those of the parts before."""
-        own = each.part.init([leaf.shard.detach() for leaf in leaves])  # in a graph it requires grad
-        _check_slots(each.part, own, leaves)
+        own = first_slots(part, ops, [leaf.shard.detach() for leaf in leaves])  # in a graph it requires grad
         for name, values in own.items():
             # of the whole chain: a name is that of one part for all parameters
             shown = free_name(name, {taken for slots in self.slots.values() for taken in slots})
@@ -151,27 +154,12 @@ def _at(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _check_slots(part: Part, own: object, leaves: Sequence[Leaf]) -> None:
-    """Raise ArgumentError if the slots of a part are no lists of tensors as its parameters."""
-    problem = "" if isinstance(own, Mapping) else f"made {type(own).__name__} in the place of a dict of lists"
-    for name, values in own.items() if isinstance(own, Mapping) else ():
-        shapes = [getattr(value, "shape", None) for value in values]
-        if shapes != [leaf.shard.shape for leaf in leaves]:
-            problem = f"made a slot {name!r} that is no list with a tensor for each parameter, in its shape"
-    if problem:
-        raise ArgumentError(
-            f"{part_name(part)} {problem}",
-            where=f"{type(part).__name__}.init(params)",
-            fix='{"last": [torch.zeros_like(param) for param in params]}',
-        )
-
-
 def _check_rows(part: Part, leaves: Sequence[Leaf]) -> None:
     """Raise CapabilityError for a complex parameter, whose last dimension would be two numbers."""
     for leaf in leaves:
         if leaf.shard.is_complex():
             raise CapabilityError(
-                f"{part_name(part)} goes by rows of real numbers, and {leaf.name!r} is complex",
+                f"{part_name(part)} goes by rows or matrices of real numbers, and {leaf.name!r} is complex",
                 where=_WHERE,
                 fix=f"fa.optim.masked({part_name(part)}(...), mask) without it",
             )

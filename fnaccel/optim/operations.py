@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
+from fnaccel.models.parameter import Leaf, part_of_whole
 from fnaccel.world.mesh import MeshAxis
 
 Tensors = Sequence[torch.Tensor]
@@ -124,6 +125,7 @@ class _Whole:
         over: the ranks that together hold the tensors. None if each rank holds all of them.
         copies: for each tensor how many of these ranks hold the same part: see `Leaf`.
         rows: for each tensor None if this rank holds whole rows of it.
+        leaves: the parameter of each tensor, for `gathered`.
     """
 
     def __init__(
@@ -131,17 +133,30 @@ class _Whole:
         over: MeshAxis | None = None,
         copies: tuple[int, ...] = (),
         rows: tuple[CutRows | None, ...] = (),
+        leaves: tuple[Leaf, ...] = (),
     ) -> None:
         self.over = over
         self.copies = copies
         self.rows = rows
+        self.leaves = leaves
 
     def of(self, places: Sequence[int]) -> Self:
         """See `Operations`."""
         if self.over is None:
             return self
         copies = tuple(self.copies[place] for place in places)
-        return type(self)(self.over, copies, tuple(self.rows[place] for place in places))
+        leaves = tuple(self.leaves[place] for place in places)
+        return type(self)(self.over, copies, tuple(self.rows[place] for place in places), leaves)
+
+    def gathered(self, place: int, value: torch.Tensor) -> torch.Tensor:
+        """The whole tensor at a place, of this rank's part."""
+        return tree.whole(self.leaves[place].like(value)) if self.leaves else value
+
+    def part_at(self, place: int, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole tensor at a place."""
+        if not (self.leaves and self.leaves[place].sharded):
+            return whole
+        return part_of_whole(whole, self.leaves[place].shown).to_local()
 
     def whole(self, norms: list[torch.Tensor]) -> list[torch.Tensor]:
         """The norms of whole tensors, of the norms of their parts."""

@@ -22,6 +22,7 @@ from fnaccel.optim.rules import (
     PlacedPart,
     Trace,
     UpdateInfo,
+    first_slots,
     free_name,
     part_name,
     placed,
@@ -68,7 +69,7 @@ class _Rule:
         self.fields: list[dict[str, str]] = []
         taken: set[str] = set()
         for each in self.parts:
-            own = each.part.init([leaves[i].shard.detach() for i in self.places(each)])
+            own = first_slots(each.part, PURE, [leaves[i].shard.detach() for i in self.places(each)])
             self.shown.append({name: free_name(name, taken) for name in own})
             taken.update(self.shown[-1].values())
             numbers = {_option_of(each.part, field): field for field in _numbers_of(each.part)}

@@ -16,11 +16,14 @@ from typing import Any, ClassVar, NamedTuple
 import attrs
 import torch
 
+from fnaccel import _torch
+from fnaccel.errors import ArgumentError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.operations import Operations, Tensors
 from fnaccel.optim.selection import Select, choose, refuse_unmatched
 from fnaccel.step.callables import plan_text
 from fnaccel.step.loss import Scalar
+from fnaccel.texts import unmatched
 
 Slots = Mapping[str, Tensors]
 """The state of a part: for each name a tensor for each parameter."""
@@ -50,11 +53,15 @@ class Part:
     Attributes:
         is_optimizer_part: true.
         by_rows: whether the rule asks for rows. Complex parameters raise CapabilityError then.
+        whole: whether the rule reads more of a tensor than its elements one by one, as Muon does. Then all
+            methods get one parameter at a time, in lists of one, and under `fsdp` it is gathered for them.
+            Such a part is not captured.
         traceable: whether the rule can be captured in a graph.
     """
 
     is_optimizer_part: ClassVar[bool] = True
     by_rows: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
     traceable: ClassVar[bool] = True
 
     def init(self, params: Tensors) -> Slots:
@@ -260,11 +267,10 @@ def run_parts(
     for number, each in enumerate(parts):
         places, own = _chosen(each, present, slots[number], everything)
         if places is None:
-            new, slots[number] = each.part.update(ops, changed, own, params, info)
-            changed = list(new)
+            changed, slots[number] = _run(each.part, ops, changed, own, params, info)
         elif places:
             some: Any = _picked(changed, places)
-            some, own = each.part.update(ops.of(places), some, own, _picked(params, places), info)
+            some, own = _run(each.part, ops.of(places), some, own, _picked(params, places), info)
             changed = _with(changed, places, some)
             slots[number] = _slots_with(each, slots[number], own, places)
     if everything:
@@ -276,12 +282,115 @@ def run_parts(
         if each.after:
             places, own = _chosen(each, present, slots[number], everything)
             if places is None:
-                params, slots[number] = each.part.after(ops, params, own, info)
+                params, slots[number] = _run(each.part, ops, params, own, None, info)
             elif places:
-                some, own = each.part.after(ops.of(places), _picked(params, places), own, info)
+                some, own = _run(each.part, ops.of(places), _picked(params, places), own, None, info)
                 params = _with(params, places, some)
                 slots[number] = _slots_with(each, slots[number], own, places)
     return list(params), slots
+
+
+def first_slots(part: Part, ops: Any, values: Tensors) -> Slots:
+    """The first slots of a part for this rank's parts of parameters.
+
+    Raises:
+        ArgumentError: they are no lists of tensors, shaped as the parameters.
+    """
+    if not part.whole:
+        return _checked_slots(part, part.init(values), values)
+    each: list[Slots] = []
+    for place, value in enumerate(values):
+        whole = [ops.gathered(place, value)]
+        made = _checked_slots(part, part.init(whole), whole)
+        each.append({name: [ops.part_at(place, slot)] for name, (slot,) in made.items()})
+    names = dict.fromkeys(name for own in each for name in own)
+    return _checked_slots(
+        part, {name: [s for own in each for s in own.get(name, ())] for name in names}, values
+    )
+
+
+def _checked_slots(part: Part, own: Any, values: Tensors) -> Slots:
+    """Slots that are lists of tensors, shaped as the parameters."""
+    problem = "" if isinstance(own, Mapping) else f"made {type(own).__name__} in the place of a dict of lists"
+    for name, slots in own.items() if isinstance(own, Mapping) else ():  # pyright: ignore[reportUnknownVariableType]
+        shapes = [getattr(slot, "shape", None) for slot in slots]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        if shapes != [value.shape for value in values]:
+            problem = f"made a slot {name!r} that is no list with a tensor for each parameter, in its shape"
+    if problem:
+        raise ArgumentError(
+            f"{part_name(part)} {problem}",
+            where=f"{type(part).__name__}.init(params)",
+            fix='{"last": [torch.zeros_like(param) for param in params]}',
+        )
+    return own
+
+
+def _run(
+    part: Part, ops: Any, values: Tensors, slots: Slots, params: Tensors | None, info: UpdateInfo
+) -> tuple[list[Any], Slots]:
+    """Run a part's `update` on gradients, or its `after` on parameters if `params` is None."""
+    if not part.whole:
+        return _checked(part, ops, values, slots, params, info)
+    moved, after = list(values), {name: list(held) for name, held in slots.items()}
+    for place, value in enumerate(values):
+        own = {name: [ops.gathered(place, held[place])] for name, held in slots.items()}
+        beside = None if params is None else [ops.gathered(place, params[place])]
+        (new,), own = _checked(part, type(ops)(), [ops.gathered(place, value)], own, beside, info)
+        moved[place] = ops.part_at(place, new)
+        for name, (held,) in own.items():
+            after[name][place] = ops.part_at(place, held)
+    return moved, after
+
+
+def _checked(
+    part: Part, ops: Any, values: Tensors, slots: Slots, params: Tensors | None, info: UpdateInfo
+) -> tuple[list[Any], Slots]:
+    """The results of a part, on whole parameters if it asks for them.
+
+    Raises:
+        ArgumentError: it returned lists of other lengths or shapes, or other slots, or wrote to `params`.
+    """
+    before = None if torch.compiler.is_compiling() else [_torch.version_of(param) for param in params or ()]
+    given = list(values)
+    returned: Any = (
+        part.after(ops, values, slots, info)
+        if params is None
+        else part.update(ops, values, slots, params, info)
+    )
+    what = "parameters" if params is None else "gradients"
+    if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        problem = f"returned {type(returned).__name__}"
+    elif not isinstance(returned[1], Mapping):
+        problem = f"returned {type(returned[1]).__name__} in the place of slots"
+    elif returned[1].keys() != slots.keys():
+        problem = "returned other slots than it was given: " + "; ".join(unmatched(slots, returned[1]))
+    else:
+        pairs = [(what, returned[0], given), *((name, returned[1][name], slots[name]) for name in slots)]
+        problem = next(filter(None, (_unlike(*pair) for pair in pairs)), "")
+        if before is not None and before != [_torch.version_of(param) for param in params or ()]:
+            problem = "wrote to the parameters that it was given"
+    if problem:
+        raise ArgumentError(
+            f"{part_name(part)} {problem}",
+            where=f"{type(part).__name__}.{'after' if params is None else 'update'}",
+            fix=f"return two values: a list of {what}, and the slots as init made them, with one tensor for "
+            "each tensor given, shaped as it came",
+        )
+    return list(returned[0]), returned[1]
+
+
+def _unlike(what: str, new: Any, given: Tensors) -> str:
+    """How a list that a part returned differs from what it was given. "" if it does not."""
+    if not isinstance(new, list | tuple):
+        return f"returned {type(new).__name__} in the place of a list of {what}"
+    if len(new) != len(given):
+        return f"returned a list of {len(new)} tensors for {len(given)}: {what}"
+    for value, old in zip(new, given, strict=True):
+        if value is not old and getattr(value, "shape", None) != old.shape:
+            shape = getattr(value, "shape", None)
+            kind = type(value).__name__ if shape is None else f"a tensor of shape {[*shape]}"
+            return f"returned {kind} for one of shape {[*old.shape]}: {what}"
+    return ""
 
 
 def _chosen(each: PlacedPart, present: list[int], slots: Slots, everything: bool) -> tuple[Any, Slots]:

@@ -62,6 +62,18 @@ MUTANTS = [
         (PARTS, "-k", "adopted"),
     ),
     Mutant(
+        "a whole part gets shards", RULES, "    if not part.whole:\n        return _checked(", "    if True:\n        return _checked(",
+        ("tests/optim/test_whole_parts.py", "-k", "equals_the_loop and fsdp and False-False"),
+    ),
+    Mutant(
+        "a whole part begins with slots of shards", RULES, "whole = [ops.gathered(place, value)]", "whole = [value]",
+        ("tests/optim/test_whole_parts.py", "-k", "equals_the_loop and fsdp and False-False"),
+    ),
+    Mutant(
+        "a part may write to parameters", RULES, "if before is not None and before !=", "if False and before !=",
+        ("tests/optim/test_whole_parts.py", "-k", "wrong_results"),
+    ),
+    Mutant(
         "a masked decay decays all", CHAIN, "0.0 if mask is not None else decay", "decay", (PARTS, "-k", "a_mask_of_the_decay"),
     ),
     Mutant(

@@ -372,7 +372,8 @@ def test_complex_parameters(world):
             ends.append(state.params["w"].clone())
     torch.testing.assert_close(*ends)
     with pytest.raises(
-        errors.CapabilityError, match="centralize goes by rows of real numbers, and 'w' is complex"
+        errors.CapabilityError,
+        match="centralize goes by rows or matrices of real numbers, and 'w' is complex",
     ):
         program(optimizer=parts.chain(parts.centralize(), lr=0.1), model=Complex).init()
 
