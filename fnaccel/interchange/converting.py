@@ -17,7 +17,7 @@ from fnaccel.checkpoint.disk import durable
 from fnaccel.checkpoint.disk import publish as commit
 from fnaccel.checkpoint.disk.durable import FileRecord
 from fnaccel.checkpoint.format.boxes import whole
-from fnaccel.checkpoint.format.found import Found, Source, unescaped
+from fnaccel.checkpoint.format.found import Found, Source, is_number, unescaped
 from fnaccel.checkpoint.format.items import Item, check_items, of_found, pick
 from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
 from fnaccel.checkpoint.format.safetensors import Progress, spread, write_items
@@ -42,7 +42,9 @@ def own_items(source: Source, style: Style) -> list[Item]:
     if style.ema and not source.averages:
         raise ArgumentError("there are no averages", where=style.where, fix="leave out --ema")
     for name, slots in source.slots.items():
-        tensors |= {path_of("opt", name, slot): tensor for slot, tensor in slots.items() if slot != "step"}
+        tensors |= {
+            path_of("opt", name, slot): tensor for slot, tensor in slots.items() if not is_number(slot)
+        }
     if source.numbered is not None:
         for number, slots in source.numbered.slots.items():
             tensors |= {path_of("opt", str(number), slot): tensor for slot, tensor in slots.items()}

@@ -12,7 +12,7 @@ import torch
 
 from fnaccel.checkpoint.choosing import Patterns, Rename, choose, renamed
 from fnaccel.checkpoint.format.dtypes import name_of
-from fnaccel.checkpoint.format.found import Found, Source
+from fnaccel.checkpoint.format.found import Found, Source, is_number
 from fnaccel.errors import TreeMismatchError
 from fnaccel.interchange.parameter_names import name_numbered, strips
 from fnaccel.interchange.targets import Targets
@@ -128,7 +128,7 @@ def _offered(source: Source, targets: Targets, strip: Callable[[str], str]) -> d
         for slot, value in slots.items():
             path = f"opt/{name}/{slot}"
             # here one count serves all parameters
-            if slot != "step" or targets.path_of(path) in targets.tensors:
+            if not is_number(slot) or targets.path_of(path) in targets.tensors:
                 offered[path] = value
     return offered
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from fnaccel.checkpoint.format.found import Found, Numbered
+from fnaccel.checkpoint.format.found import Found, Numbered, is_number
 
 Strip = Callable[[str], str]
 
@@ -90,4 +90,4 @@ def _by_shape(numbered: Numbered, shapes: Mapping[str, tuple[int, ...]]) -> dict
 
 
 def _shape_of(slots: Mapping[str, Found]) -> tuple[int, ...] | None:
-    return next((moment.shape for slot, moment in slots.items() if slot != "step"), None)
+    return next((moment.shape for slot, moment in slots.items() if not is_number(slot)), None)

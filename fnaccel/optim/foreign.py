@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -54,6 +55,14 @@ class TorchKernel:
         from fnaccel.optim.whole import BoundWhole  # noqa: PLC0415 - DTensor is slow to import
 
         slots = first_slots(self.cls, groups, whole=True)
+        numbers = [name for group in groups for name in kept_numbers(self.cls, group)]
+        if numbers:
+            raise CapabilityError(
+                f"{named(self.cls)} keeps {numbers[0]!r} for all parameters of a group, and whole "
+                "parameters are updated one parameter at a time",
+                where="fa.optim.from_torch",
+                fix="fa.ddp(), or whole=False if the update of an element depends on that element alone",
+            )
         # the optimizer keeps its options: the parameters come later, one at a time
         stand_ins = {m.index: _zeros(m.leaf.shown, whole=True) for g in groups for m in g.members}
         copied = {index: names for group in groups for index, names in copied_slots(self.cls, group).items()}
@@ -67,11 +76,12 @@ class BoundTorch:
 
     def __init__(self, cls: type[Any], groups: Sequence[Group]) -> None:
         self._leaves = {m.index: m.leaf for group in groups for m in group.members}
+        self._numbers: list[_Number] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots that begin at a parameter's value
         self.slots: dict[str, dict[str, Any]] = {}
         initial = first_slots(cls, groups)
         self._optimizer = _make(cls, groups, {m.index: m.leaf.param for g in groups for m in g.members})
-        for group in groups:
+        for group, options in zip(groups, self._optimizer.param_groups, strict=True):
             copied = copied_slots(cls, group)
             for member in group.members:
                 state = initial[member.index]
@@ -79,6 +89,11 @@ class BoundTorch:
                 if state:
                     self._optimizer.state[member.leaf.param] = state
                 self.slots[member.leaf.name] = _shown(state, member.leaf)
+            for name, (kind, first) in kept_numbers(cls, group).items():
+                slots = [torch.tensor(first, dtype=torch.float64) for _ in group.members]
+                self._numbers.append(_Number(options, name, kind, slots))
+                for member, slot in zip(group.members, slots, strict=True):
+                    self.slots[member.leaf.name][f"group.{name}"] = slot
         self._copy_parameters()
 
     @torch.no_grad()
@@ -108,7 +123,39 @@ class BoundTorch:
             _torch.foreach_mul_(present, multiplier)
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = float(rate)
+        for number in self._numbers:
+            number.put()
         self._optimizer.step()
+        for number in self._numbers:
+            for slot in number.slots:
+                slot.fill_(number.options[number.name])
+
+
+@attrs.frozen
+class _Number:
+    """A number that an optimizer keeps in `options` of a group, and its slot of each parameter there."""
+
+    options: dict[str, Any]
+    name: str
+    kind: type
+    slots: list[torch.Tensor]
+
+    def put(self) -> None:
+        """Give the group the value of the state. NaN is a number that the first update makes.
+
+        Raises:
+            ArgumentError: parameters of the group have different values.
+        """
+        values = sorted({repr(float(slot)) for slot in self.slots})
+        require(
+            len(values) == 1,
+            f"parameters of one group have different {self.name!r}: {', '.join(values)}",
+            "fa.optim.from_torch",
+            "parameters that were not restored need an optimizer by themselves: fa.optim.optimizer_groups",
+        )
+        self.options.pop(self.name, None)
+        if values != ["nan"]:
+            self.options[self.name] = self.kind(float(values[0]))
 
 
 def _shown(state: dict[str, Any], leaf: Leaf) -> dict[str, Any]:
@@ -256,19 +303,56 @@ def copied_slots(cls: type[Any], group: Group) -> dict[int, list[str]]:
     Found on tensors of at most 2 elements in each dimension. Without weight decay and gradient nothing but a
     copy has the value of the parameter.
     """
-    probes: dict[int, torch.nn.Parameter] = {}
-    for member in group.members:
-        param = member.leaf.param
-        sizes = [min(size, 2) for size in param.shape]
-        probe = torch.nn.Parameter(torch.full(sizes, _PROBED, dtype=param.dtype, device=param.device))
-        probe.grad = torch.zeros_like(probe)
-        probes[member.index] = probe
+    probes = {member.index: _small(member.leaf.param, 0.0) for member in group.members}
     with _explained(cls, [group]):
         slots = _slots_of(cls, group, probes, {"weight_decay": 0.0})
     return {
         index: [name for name, value in slots[index].items() if _is_copy(value, probe)]
         for index, probe in probes.items()
     }
+
+
+def kept_numbers(cls: type[Any], group: Group) -> dict[str, tuple[type, float]]:
+    """The kind and first value of each number that an optimizer keeps in its group, by name.
+
+    These are the numbers that one update on small tensors changes, and those that no constructor takes. NaN
+    is the first value of a number that is not there before an update.
+
+    Raises:
+        CapabilityError: the update changes something else in the group, which no state holds.
+    """
+    probes = {m.index: _small(m.leaf.param, 1.0) for m in group.members}
+    with _explained(cls, [group]):
+        probe = _make(cls, [group], probes)
+        (options,) = probe.param_groups
+        before = {name: value for name, value in options.items() if name != "params"}
+        texts = {name: str(value) for name, value in before.items()}
+        probe.step()
+    # a class may set options of the class that it extends
+    taken = {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}
+    given = options if _arguments(cls) is None else {*taken, *group.options}
+    numbers: dict[str, tuple[type, float]] = {}
+    for name in options.keys() - {"params"}:
+        value, changed = options[name], texts.get(name) != str(options[name])
+        number = type(value) in (int, float)
+        if changed and (name == "lr" or not number):
+            keeps = f"keeps {name!r} in its groups, a {type(value).__name__}, and states hold numbers"
+            raise CapabilityError(
+                f"{named(cls)} {'changes its rate in an update' if name == 'lr' else keeps}",
+                where="fa.optim.from_torch",
+                fix="keep a number there, or tensors in optimizer.state[parameter]. A schedule is lr=",
+            )
+        if number and (changed or name not in given):
+            numbers[name] = type(value), float(before.get(name, math.nan))
+    return dict(sorted(numbers.items()))
+
+
+def _small(param: Any, grad: float) -> torch.nn.Parameter:
+    """A tensor of at most 2 elements in each dimension, with a gradient."""
+    sizes = [min(size, 2) for size in param.shape]
+    small = torch.nn.Parameter(torch.full(sizes, _PROBED, dtype=param.dtype, device=param.device))
+    small.grad = torch.full_like(small, grad)
+    return small
 
 
 def _is_copy(value: object, probe: torch.Tensor) -> bool:
@@ -301,8 +385,9 @@ def from_torch(
     """Any optimizer of `torch.optim` (or one that follows its rules).
 
     Its state is found on clones of the parameters before step 0, so that consecutive states have
-    one structure. Under `skip_nonfinite` or fp16 each step reads one number on the host. If a slot begins as
-    a copy of its parameter, it has the parameter's value at the first update, even if weights were adopted.
+    one structure. Numbers that it keeps in its `param_groups` are slots `group.<name>` of each parameter.
+    Under `skip_nonfinite` or fp16 each step reads one number on the host. If a slot begins as a copy of its
+    parameter, it has the parameter's value at the first update, even if weights were adopted.
 
     Args:
         cls: the optimizer class, not an instance: it is made after the parameters are sharded.
@@ -313,8 +398,10 @@ def from_torch(
         options: further arguments of the class.
 
     Raises:
-        ArgumentError: not an optimizer class, or an option that it does not take.
-        CapabilityError: at `init`, if it can't run on these parameters.
+        ArgumentError: not an optimizer class, one with `train()` and `eval()`, or an option that it does not
+            take.
+        CapabilityError: at `init`, if it can't run on these parameters, or changes something in its groups
+            that is no number.
 
     Example:
         >>> fa.optim.from_torch(torch.optim.RMSprop, lr=1e-3, alpha=0.9)
@@ -326,6 +413,13 @@ def from_torch(
         "pass the class: fa.optim.from_torch(torch.optim.RMSprop, lr=1e-3)",
     )
     pairs = pairs_of(groups)
+    require(
+        not (callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None))),
+        f"{cls.__name__} has train() and eval(): it evaluates at other parameters, which is not supported",
+        "fa.optim.from_torch",
+        "fa.with_ema(step, decay) and fa.evaluate(..., ema=True), or a class whose slots are both points: "
+        "examples/by_feature/schedule_free.py",
+    )
     require(
         not _needs_closure(cls),
         f"{cls.__name__} evaluates the loss several times in a step",

@@ -62,6 +62,14 @@ MUTANTS = [
         (PARTS, "-k", "adopted"),
     ),
     Mutant(
+        "numbers of groups begin again after a restore", "optim/foreign.py", "            number.put()\n", "            pass\n",
+        ("tests/optim/test_numbers_of_groups.py", "-k", "restored and local"),
+    ),
+    Mutant(
+        "numbers of groups are not adopted", "interchange/sources/torch_files.py", "slots[key] = {**slots.get(key, {}), **numbers}",
+        "pass", ("tests/optim/test_numbers_of_groups.py", "-k", "adopted"),
+    ),
+    Mutant(
         "a whole part gets shards", RULES, "    if not part.whole:\n        return _checked(", "    if True:\n        return _checked(",
         ("tests/optim/test_whole_parts.py", "-k", "equals_the_loop and fsdp and False-False"),
     ),

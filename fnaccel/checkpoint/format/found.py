@@ -56,6 +56,11 @@ Slots = Mapping[str, Mapping[str, Found]]
 """Optimizer state by name of parameter and of slot."""
 
 
+def is_number(slot: str) -> bool:
+    """Whether a slot counts updates, or is a number of the parameter's group."""
+    return slot == "step" or slot.startswith("group.")
+
+
 @attrs.frozen(eq=False)
 class Numbered:
     """Optimizer state as torch's `Optimizer.state_dict` has it: by number, without names.
@@ -114,7 +119,8 @@ class Source:
     @property
     def has_moments(self) -> bool:
         """Whether there is optimizer state."""
-        return bool(self.slots) or bool(self.numbered and self.numbered.slots)
+        each = [*self.slots.values(), *(self.numbered.slots.values() if self.numbered else ())]
+        return any(not slots or any(not slot.startswith("group.") for slot in slots) for slots in each)
 
     def count_updates(self) -> int | None:
         """The number of updates behind the moments, or None if it is unknown.

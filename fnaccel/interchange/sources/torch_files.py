@@ -169,6 +169,14 @@ def with_optimizer(source: Source, content: Mapping[str, Any], file: Path) -> So
         for key, entry in state.items()
         if isinstance(entry, Mapping)
     }
+    for group in groups:
+        numbers = {
+            f"group.{name}": held(torch.tensor(x, dtype=torch.float64), mapped=False)
+            for name, x in group.items()
+            if type(x) in (int, float)
+        }
+        for key in group.get("params", ()):
+            slots[key] = {**slots.get(key, {}), **numbers}
     names = _names_of(groups)
     if all(isinstance(key, int) for key in slots) and names:
         slots = {names[key]: entry for key, entry in slots.items() if key in names}
