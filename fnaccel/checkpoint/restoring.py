@@ -18,14 +18,14 @@ from fnaccel.checkpoint import reading
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.background import Background
 from fnaccel.checkpoint.changed_plan import tell_changes
-from fnaccel.checkpoint.choosing import Patterns, Rename
+from fnaccel.checkpoint.choosing import KEEP, Patterns, Rename
 from fnaccel.checkpoint.disk.directory import Directory, attempt, attempts
 from fnaccel.checkpoint.disk.finding import check_step, find
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.publish import committed
 from fnaccel.checkpoint.filling import Filling
 from fnaccel.checkpoint.format.boxes import blocks_of, whole
-from fnaccel.checkpoint.format.manifest import Manifest
+from fnaccel.checkpoint.format.manifest import Manifest, Stored
 from fnaccel.checkpoint.format.values import decode
 from fnaccel.checkpoint.hooks import Registered
 from fnaccel.checkpoint.machines import check_present, common_steps
@@ -101,7 +101,8 @@ def restore(
         CheckpointError: there is no such checkpoint, or it is damaged, or a rank can't read it.
         StaleStateError: `like` was donated.
         ArgumentError: `directory` is one checkpoint, and of another step than `step`. Or a pattern of
-            `only` that matches nothing.
+            `only` that matches nothing. Or slots of an optimizer that stay at their first values would count
+            the restored updates.
 
     Example:
         >>> path = fa.save("runs/base", state)
@@ -290,6 +291,7 @@ class _Restorer:
         extras: list[Any] = []
 
         def own() -> None:
+            self.refuse_late(like, stored)
             extras.append(filling.extras(like.extras, stored.extras))
             filling.read()
 
@@ -304,6 +306,22 @@ class _Restorer:
         return owner.refill(
             like, lambda target: self.fill(target, stored, extras[0], in_place=True), complete=complete
         )
+
+    def refuse_late(self, like: TrainState, stored: TrainState) -> None:
+        """Raise ArgumentError if slots that are skipped would count the stored updates."""
+        number: Any = stored.updates
+        if number is KEEP or is_complete(stored.opt):
+            return
+        updates = int(self.files.read_whole(number)) if isinstance(number, Stored) else int(number)
+
+        def kept(keys: list[str]) -> bool:
+            node: Any = stored.opt
+            for key in keys:
+                node = node if node is KEEP else node[key]
+            return node is KEEP
+
+        with contextlib.suppress(UnleasedStateError):
+            lease_of(like, _WHERE).owner.refuse_late(like, kept, updates, _WHERE)
 
     def fill(self, like: TrainState, stored: TrainState, extras: Tree, *, in_place: bool) -> TrainState:
         filling = Filling(self.files, self.world, self.state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -106,7 +106,7 @@ class Updater:
         bound: Bound | None = None,
         over: MeshAxis | None = None,
     ) -> None:
-        self._over = over
+        self._over, self._leaves = over, leaves
         self.slots: dict[str, dict[str, Any]] = {}
         self._parts: list[_Part] = []
         self._on_device = on_device
@@ -224,6 +224,31 @@ class Updater:
                 stacklevel=2,
             )
 
+    def refuse_late(self, kept: Collection[str], updates: int, where: str) -> None:
+        """Raise ArgumentError if first slots would go on at a later update, and their rule reads its number.
+
+        Args:
+            kept: the names of the parameters whose slots stay at their first values.
+            updates: the number of updates so far.
+            where: the function that restores, for the message.
+        """
+        pairs = [(index, part) for part in self._parts for index in part.indices]
+        names = [
+            name
+            for index, part in pairs
+            if (name := self._leaves[index].name) in kept
+            and part.starts < updates
+            and (index in self._counted or _copies(self.slots.get(name, {}), self._leaves[index]))
+        ]
+        if names:
+            raise ArgumentError(
+                f"the slots of {first_of(names)} begin now, and {updates} updates would count for them: the "
+                "first updates of Adam would be too large",
+                where=where,
+                fix=f"fa.optim.starting_at({updates}, fa.adamw(3e-4)) counts from here: for them, in "
+                'fa.optim.optimizer_groups. Or skip all of "opt" and "updates"',
+            )
+
     def _without_gradient(self, grads: Sequence[Any]) -> set[int]:
         waiting = {index for part in self._parts if part.waits for index in part.indices}
         return {index for index in self._counted if grads[index] is None and index not in waiting}
@@ -261,6 +286,13 @@ def _counted(leaves: Sequence[Leaf], slots: Mapping[str, Mapping[str, Any]]) -> 
         for index, leaf in enumerate(leaves)
         if "exp_avg_sq" in names[index] and "step" not in names[index]
     }
+
+
+def _copies(slots: Mapping[str, Any], leaf: Leaf) -> bool:
+    """Whether a slot begins as a copy of its parameter, which the first update makes."""
+    local = [_torch.local_of(slot) for slot in slots.values() if isinstance(slot, torch.Tensor)]
+    alike = [slot for slot in local if slot.shape == leaf.shard.shape and bool(slot.any())]
+    return any(bool((slot == leaf.shard).all()) for slot in alike)
 
 
 def _moved(slot: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,7 +78,8 @@ def adopt(
         CheckpointError: nothing known is there, it is damaged, or a pickle in it is not trusted. `like` stays
             live, unless a device fails or files are replaced while values are copied: the message says so.
         MissingBackendError: a DeepSpeed checkpoint, and deepspeed is not installed.
-        ArgumentError: a pattern that matches nothing, names that become one.
+        ArgumentError: a pattern that matches nothing, names that become one. Or slots that are left out
+            would count the updates of the others.
         StaleStateError: `like` was donated.
 
     Example:
@@ -123,9 +124,26 @@ def _check(request: _Request, world: World, stack: ExitStack, opened: list[tuple
     source.verify(world.rank, world.size)
     _check_doubled(fitted, source, targets.tensors, world)
     _check_ranges(fitted, source, targets.tensors, world)
+    _check_counts(request.like, fitted)
     source.check_unchanged()
     opened.append((fitted, source))
     return source.digest
+
+
+def _check_counts(like: Tree, fitted: Fit) -> None:
+    """Check that slots which are left out do not count the updates of the others.
+
+    Raises:
+        ArgumentError: they do.
+    """
+    if not (isinstance(like, TrainState) and fitted.updates):
+        return
+
+    def kept(keys: list[str]) -> bool:
+        return functools.reduce(child, keys, "opt") not in fitted.pairs
+
+    with suppress(UnleasedStateError):
+        lease_of(like, _WHERE).owner.refuse_late(like, kept, fitted.updates, _WHERE)
 
 
 def _check_readable(fitted: Fit, tensors: Mapping[str, torch.Tensor], world: World) -> None:

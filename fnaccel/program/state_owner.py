@@ -139,6 +139,23 @@ class StateOwner:
             self.donate_live()
             return lease(state, self.lease)
 
+    def refuse_late(
+        self, state: TrainState, kept: Callable[[list[str]], bool], updates: int, where: str
+    ) -> None:
+        """Raise ArgumentError if first slots would count more updates than were made of them.
+
+        Args:
+            state: the live state, into which other slots are restored.
+            kept: whether a slot stays as it is, by its keys in `state.opt`.
+            updates: the number of updates that is restored.
+            where: the function that restores.
+        """
+        if updates and not int(state.updates):
+            slots = self.instance.updater.slots.items()
+            keys = {name: [name] if name in state.opt else name.split("/", 1) for name, _ in slots}
+            names = [name for name, own in slots if any(kept([*keys[name], slot]) for slot in own)]
+            self.instance.updater.refuse_late(names, updates, where)
+
     def refill(
         self, state: TrainState, fill: Callable[[TrainState], TrainState], *, complete: bool = True
     ) -> TrainState:

@@ -70,6 +70,14 @@ MUTANTS = [
         "pass", ("tests/optim/test_numbers_of_groups.py", "-k", "adopted"),
     ),
     Mutant(
+        "new slots count the updates of the run", "checkpoint/restoring.py", "            self.refuse_late(like, stored)\n", "",
+        ("tests/checkpoint/test_new_slots.py", "-k", "refused_or_count and local"),
+    ),
+    Mutant(
+        "a late start counts the updates of the run", "engine/updater.py", "number - part.starts if part.starts else number", "number",
+        ("tests/checkpoint/test_new_slots.py", "-k", "refused_or_count and local"),
+    ),
+    Mutant(
         "a whole part gets shards", RULES, "    if not part.whole:\n        return _checked(", "    if True:\n        return _checked(",
         ("tests/optim/test_whole_parts.py", "-k", "equals_the_loop and fsdp and False-False"),
     ),
