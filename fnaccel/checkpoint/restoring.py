@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -215,6 +215,10 @@ def _read(
     if isinstance(stored, TrainState) and "ranks" in described.written_by:
         world.saved_by[stored.data.epoch, stored.data.samples] = described.written_by
     stored = with_own_states(chosen.like, stored)
+    if isinstance(stored, TrainState) and isinstance(chosen.like, TrainState):
+        caches = frozenset(map(str, described.written_by.get("transient_buffers", ())))
+        buffers = _without_grown(chosen.like.buffers, stored.buffers, caches)
+        stored = attrs.evolve(stored, buffers=buffers)
     problems: list[str] = []
     if chosen.partly:
         stored, problems = select(chosen.like, stored, chosen.only, chosen.skip, chosen.rename)
@@ -238,6 +242,21 @@ def _read(
     return (
         str(described.written_by.get("save", described.digest)) if chosen.each_machine else described.digest
     )
+
+
+def _without_grown(like: Tree, stored: Any, caches: Collection[str], prefix: str = "") -> Any:
+    """Stored buffers without caches (`persistent=False`) of another shape than in `like`."""
+    fitting: dict[str, Any] = {}
+    for key, value in stored.items():
+        name = f"{prefix}{key}"
+        target: Any = like.get(key)
+        if isinstance(value, Mapping) and isinstance(target, Mapping):
+            fitting[key] = _without_grown(target, value, caches, f"{name}/")
+        elif name not in caches or list(getattr(target, "shape", ())) == list(getattr(value, "shape", ())):
+            fitting[key] = value
+        elif target is not None:
+            fitting[key] = KEEP
+    return fitting
 
 
 def _streams(manifest: Manifest, files: Files, world: World) -> dict[str, torch.Tensor]:

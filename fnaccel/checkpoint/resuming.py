@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import warnings
@@ -9,13 +10,14 @@ from pathlib import Path
 
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.background import Background
+from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.disk import publish
 from fnaccel.checkpoint.disk.directory import attempts
 from fnaccel.checkpoint.machines import common_steps
 from fnaccel.checkpoint.restoring import restore
 from fnaccel.checkpoint.saving import check_extras
 from fnaccel.collectives import gather_objects
-from fnaccel.errors import CheckpointError, FnaccelError, require
+from fnaccel.errors import CheckpointError, FnaccelError, TreeMismatchError, require
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState, is_stale
 from fnaccel.tree import Tree
@@ -35,6 +37,8 @@ def resume_or_init(
     *,
     seed: int = 0,
     extras: Tree = None,
+    skip: Patterns = None,
+    rename: Rename = None,
     verify: bool = True,
     fallback: bool = False,
     each_machine: bool = False,
@@ -51,6 +55,8 @@ def resume_or_init(
         train_step: the result of `fa.train_step`. Its `init` is called.
         seed: of a new run. A resumed run keeps its own.
         extras: your own pytree to keep in the state. A resumed run takes the saved values.
+        skip, rename: see `fa.restore`. They count if the checkpoint does not fit without them.
+            One that fits is restored whole, so that a restart of the changed run loses nothing.
         verify: compare the checksums of all files before anything is changed. Ranks share the files. False
             saves that reading of a large checkpoint.
         fallback: if the newest checkpoint is damaged, warn and take the newest that is not.
@@ -94,12 +100,16 @@ def resume_or_init(
     for _ in attempts():
         steps = steps_now()
         for at, step in enumerate(steps):
+            read = functools.partial(
+                restore, root, like=state, step=step, verify=verify, each_machine=each_machine, world=world
+            )
             try:
-                return restore(
-                    root, like=state, step=step, verify=verify, each_machine=each_machine, world=world
-                )
+                return read()
             except FnaccelError as error:  # which restore raises on all ranks, or on none
                 failed = error
+            changed = not (skip is None and rename is None)
+            if changed and any(gather_objects(isinstance(failed, TreeMismatchError), world=world)):
+                return read(skip=skip, rename=rename)
             damaged = gather_objects(isinstance(failed, CheckpointError), world=world)
             if not all(damaged):  # to one rank the trees differ: no older checkpoint would help
                 raise failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from fnaccel.engine.engine import Layout
 from fnaccel.engine.same_rows import checksum
 from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.state import Position, TrainState, lease_of
-from fnaccel.texts import ranks_of
+from fnaccel.texts import first_of, ranks_of
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.paths import local_path
@@ -222,6 +223,20 @@ def _warn_of_no_position(states: Sequence[TrainState], world: World, where: str)
             return
 
 
+def _warn_of_grown_buffers(states: Sequence[TrainState], world: World, where: str) -> None:
+    """Warn of buffers that a new process can't restore, since its model makes them in another shape."""
+    for trained in states:
+        with contextlib.suppress(UnleasedStateError):
+            grown = lease_of(trained, where).owner.instance.grown_buffers()
+            if grown and world.is_main:
+                warnings.warn(
+                    f"{where}: the buffer {first_of(grown)}. No run can be resumed from this checkpoint. "
+                    "Make the buffer in its last shape, or with persistent=False if forward makes it again",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+
+
 def check_extras(extras: Tree, where: str, world: World) -> None:
     """See on all ranks that a state with these extras can be saved, before a run that saves at its end.
 
@@ -250,6 +265,7 @@ def _begun(
     retention.check(where)
     world.resource(Background).settle()
     _warn_of_no_position(states, world, where)
+    _warn_of_grown_buffers(states, world, where)
     # absolute: a thread may write after the script has changed its directory
     writing = Writing(root.absolute(), retention, world, where, each_machine=each_machine)
     with no_collection():

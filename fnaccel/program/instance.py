@@ -147,6 +147,7 @@ class Instance:
         slots = [slot for slot in self.buffer_slots if not isinstance(slot[0], ConstantBuffers)]
         names, transient = [name for *_, name in slots], set(self.transient())
         saved = {name: engine.layout.buffers[name] for name in names if name not in transient}
+        self._first_shapes = {name: [*buffer.shape] for name, buffer in saved.items()}
         self._buffer_averages = averages_of(saved) if lowered.settings.ema_buffers else {}
         self._trees = Trees(
             params=self.params,
@@ -400,6 +401,14 @@ class Instance:
         if scale is not self._trees.scale:
             self._trees = attrs.evolve(self._trees, scale=scale)
         return self._trees
+
+    def grown_buffers(self) -> list[str]:
+        """A line for each buffer that is saved and has another shape than after `init`. Each once."""
+        shapes, self._first_shapes = self._first_shapes, {}
+        now = {name: [*buffer.shape] for name, buffer in self.engine.layout.buffers.items()}
+        changed = {name: shape for name, shape in shapes.items() if now.get(name) != shape}
+        self._first_shapes = {name: shape for name, shape in shapes.items() if name not in changed}
+        return [f"{name} was {shape} after init, and is {now.get(name)}" for name, shape in changed.items()]
 
     def transient(self) -> list[str]:
         """The names of buffers that modules make themselves and don't save."""

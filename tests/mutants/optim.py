@@ -78,6 +78,14 @@ MUTANTS = [
         ("tests/checkpoint/test_new_slots.py", "-k", "refused_or_count and local"),
     ),
     Mutant(
+        "caches have to fit", "checkpoint/restoring.py", "elif name not in caches or", "elif True or",
+        ("tests/checkpoint/test_grown_buffers.py", "-k", "is_resumed and local and grows"),
+    ),
+    Mutant(
+        "a restart skips again", "checkpoint/resuming.py", "                return read()\n", "                return read(skip=skip)\n",
+        ("tests/checkpoint/test_grown_buffers.py", "-k", "skip_and_rename"),
+    ),
+    Mutant(
         "a whole part gets shards", RULES, "    if not part.whole:\n        return _checked(", "    if True:\n        return _checked(",
         ("tests/optim/test_whole_parts.py", "-k", "equals_the_loop and fsdp and False-False"),
     ),
