@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +32,7 @@ from fnaccel.world.paths import local_path
 from fnaccel.world.progress_marks import within
 from fnaccel.world.world import World, current
 
+_SAMPLED = 64 << 20  # of a larger tensor some elements are compared
 _TREES = ("params", "buffers", "opt", "scale", "ema", "transforms")
 
 
@@ -73,8 +76,8 @@ def save(
         NotSerializableError: the tree has another leaf, such as a function. Nothing was written.
         CheckpointError: a rank could not write. It raises on every rank, and nothing is visible. Also:
             another job saves into `directory`, a save in the background has failed, or the name of this
-            checkpoint belongs to a file or a directory that no save wrote, or a transform's state differs
-            between ranks.
+            checkpoint belongs to a file or a directory that no save wrote, or a transform's state or extras
+            differ between ranks.
         StaleStateError: the state was donated.
         ArgumentError: a step that is no number from 0 on, a `keep` below 1.
 
@@ -190,6 +193,58 @@ def _checksum(values: Tree) -> str:
     return checksum([leaf for leaf in tree.leaves(values) if not isinstance(leaf, DTensor)])
 
 
+class _ComparedExtras:
+    """The entries of extras, with their shapes, whose tensors were found equal on all ranks."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self, world: World) -> None:  # noqa: ARG002
+        self.entries: set[str] = set()
+
+    def close(self, *, clean: bool) -> None:
+        """Nothing is left open."""
+
+
+def _compare_extras(states: Sequence[TrainState], world: World, where: str) -> None:
+    """Compare extras between ranks: numbers and shapes at each save, tensors at the first with their shapes.
+
+    Raises:
+        CheckpointError: they differ, and rank 0's would be kept.
+    """
+    compared = world.resource(_ComparedExtras).entries
+    for extras in [trained.extras for trained in states] if world.size > 1 else ():
+        entries: dict[Any, Any] = extras if isinstance(extras, dict) else {"": extras}
+
+        def digests(entries: dict[Any, Any] = entries) -> dict[str, tuple[str, str]]:
+            return {str(name): _digest(str(name), value, where, compared) for name, value in entries.items()}
+
+        found = together(world, where, digests)
+        names = dict.fromkeys(name for each in found for name in each)
+        for name in names:
+            other = [rank for rank, each in enumerate(found) if each.get(name) != found[0].get(name)]
+            if other:
+                raise CheckpointError(
+                    f"extras/{name} differs between ranks (on {ranks_of(other)} from rank 0), and rank 0's "
+                    "would be kept",
+                    where=where,
+                    fix="keep what all ranks hold, or all of them: fa.collectives.gather_objects(value) before a "
+                    "save, and its entry world.rank after a restore on as many ranks",
+                )
+        compared.update(kinds for kinds, _ in found[0].values())
+
+
+def _digest(name: str, value: Tree, where: str, compared: Collection[str]) -> tuple[str, str]:
+    """A checksum of the shapes in an entry, and one of its numbers and of tensors not compared before."""
+    encoded = encode({"extras": {name: value} if name else value}, where)
+    shapes = {path: f"{x.dtype} {[*x.shape]}" for path, x in encoded.tensors.items()}
+    kinds = checksum([name, json.dumps(shapes)])
+    plain = checksum([json.dumps(encoded.structure)])
+    if kinds in compared:
+        return kinds, plain
+    tensors = [x.detach() for x in encoded.tensors.values() if not isinstance(x, DTensor)]
+    return kinds, plain + checksum([x.reshape(-1)[:: 1 + x.nbytes // _SAMPLED] for x in tensors])
+
+
 def _states_in(saved: Tree) -> list[TrainState]:
     if isinstance(saved, TrainState):
         return [saved]
@@ -264,6 +319,7 @@ def _begun(
     root = local_path(directory, where)
     retention.check(where)
     world.resource(Background).settle()
+    _compare_extras(states, world, where)
     _warn_of_no_position(states, world, where)
     _warn_of_grown_buffers(states, world, where)
     # absolute: a thread may write after the script has changed its directory

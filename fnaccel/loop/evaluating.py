@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
-import torch
 
 from fnaccel.collectives import gather_objects
 from fnaccel.collectives.signature import meet
 from fnaccel.data import Shards, open_on, steps_per_epoch
+from fnaccel.engine.same_rows import checksum
 from fnaccel.engine.scoring import Scores
 from fnaccel.errors import ArgumentError
 from fnaccel.loop.progress import open_bar, ticking
@@ -108,11 +107,7 @@ def _check_buffers(train_step: TrainStep, state: TrainState) -> None:
     if layout.shares_buffers or group is None:
         return
     transient = lease_of(state, "fa.evaluate", averaged=True).owner.instance.transient()
-    digest = 0
-    for name, value in layout.buffers.items():
-        if name not in transient:
-            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            digest = zlib.crc32(data.numpy().tobytes(), digest)
+    digest = checksum({name: value for name, value in layout.buffers.items() if name not in transient})
     if len(set(gather_objects(digest, over=group))) > 1:
         raise ArgumentError(
             "each rank holds buffers of its own, such as running statistics, and one score would mix them",

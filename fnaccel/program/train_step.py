@@ -141,6 +141,7 @@ class TrainStep(ModelAccess):
             extras: any pytree of yours to keep in the state, dataclasses and attrs classes in it too.
 
         Raises:
+            NotSerializableError: `extras` holds what no checkpoint can. Nothing was built.
             PlanMismatchError: ranks hold different plans. Nothing was built.
             OwnershipError: the model is in use, or this train step holds a built module already.
 
@@ -152,6 +153,10 @@ class TrainStep(ModelAccess):
         if seed < 0:  # as torch.manual_seed does, so that states hold no sign
             seed += (1 << 64) - 1
         tree.learn_records(extras)
+        if extras is not None:
+            from fnaccel.checkpoint.saving import check_extras  # noqa: PLC0415 - it imports train steps
+
+            check_extras(extras, "train_step.init(extras=)", self.mesh.world)
         again = self._owner.initialised
         self._compare(self._owner.plan, seed)
         if again:

@@ -57,7 +57,11 @@ def test_extras_that_can_not_be_saved_are_named_before_the_run(world, tmp_path):
         fa.resume_or_init(tmp_path, train_step, extras=extras)
     assert raised.value.where == "fa.resume_or_init"
     assert train_step.live_state is None
-    state = train_step.init(extras=extras)
+    with pytest.raises(NotSerializableError, match=both) as raised:
+        train_step.init(extras=extras)
+    assert raised.value.where == "train_step.init(extras=)"
+    state = train_step.init(extras={})
+    state.extras.update(extras)
     with pytest.raises(NotSerializableError, match=both) as raised:
         next(fa.scan(train_step, state, shards, steps=3, save=tmp_path))
     assert raised.value.where == "fa.scan(save=)"

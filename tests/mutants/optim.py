@@ -86,6 +86,14 @@ MUTANTS = [
         ("tests/checkpoint/test_grown_buffers.py", "-k", "skip_and_rename"),
     ),
     Mutant(
+        "extras of rank 0 are kept for all", "checkpoint/saving.py", "    _compare_extras(states, world, where)\n", "",
+        ("tests/checkpoint/test_extras_of_ranks.py", "-k", "of_each_rank and tensor"),
+    ),
+    Mutant(
+        "extras of new shapes are not compared", "checkpoint/saving.py", "    if kinds in compared:\n", "    if compared:\n",
+        ("tests/checkpoint/test_extras_of_ranks.py", "-k", "differ_later"),
+    ),
+    Mutant(
         "a whole part gets shards", RULES, "    if not part.whole:\n        return _checked(", "    if True:\n        return _checked(",
         ("tests/optim/test_whole_parts.py", "-k", "equals_the_loop and fsdp and False-False"),
     ),
