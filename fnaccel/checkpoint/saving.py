@@ -227,8 +227,8 @@ def _compare_extras(states: Sequence[TrainState], world: World, where: str) -> N
                     f"extras/{name} differs between ranks (on {ranks_of(other)} from rank 0), and rank 0's "
                     "would be kept",
                     where=where,
-                    fix="keep what all ranks hold, or all of them: fa.collectives.gather_objects(value) before a "
-                    "save, and its entry world.rank after a restore on as many ranks",
+                    fix="keep what all ranks hold, or all of them: fa.collectives.gather_objects(value) "
+                    "before a save, and its entry world.rank after a restore on as many ranks",
                 )
         compared.update(kinds for kinds, _ in found[0].values())
 

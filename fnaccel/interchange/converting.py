@@ -17,13 +17,14 @@ from fnaccel.checkpoint.disk import durable
 from fnaccel.checkpoint.disk import publish as commit
 from fnaccel.checkpoint.disk.durable import FileRecord
 from fnaccel.checkpoint.format.boxes import whole
-from fnaccel.checkpoint.format.found import Found, Source, is_number, unescaped
+from fnaccel.checkpoint.format.found import Found, Source, unescaped
 from fnaccel.checkpoint.format.items import Item, check_items, of_found, pick
 from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
 from fnaccel.checkpoint.format.safetensors import Progress, spread, write_items
 from fnaccel.checkpoint.format.walk import child
 from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.exporting import Style, dtype_in
+from fnaccel.interchange.parameter_names import is_number
 from fnaccel.texts import bytes_in
 
 

@@ -12,9 +12,9 @@ import torch
 
 from fnaccel.checkpoint.choosing import Patterns, Rename, choose, renamed
 from fnaccel.checkpoint.format.dtypes import name_of
-from fnaccel.checkpoint.format.found import Found, Source, is_number
+from fnaccel.checkpoint.format.found import Found, Source
 from fnaccel.errors import TreeMismatchError
-from fnaccel.interchange.parameter_names import name_numbered, strips
+from fnaccel.interchange.parameter_names import is_number, name_numbered, strips
 from fnaccel.interchange.targets import Targets
 from fnaccel.texts import counted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from fnaccel.checkpoint.format.found import Found, Numbered, is_number
+from fnaccel.checkpoint.format.found import Found, Numbered
 
 Strip = Callable[[str], str]
 
@@ -39,6 +39,11 @@ def unwrapped(name: str) -> str:
 
 def _without(prefix: str) -> Strip:
     return lambda name: unwrapped(name).removeprefix(prefix)
+
+
+def is_number(slot: str) -> bool:
+    """Whether a slot counts updates, or is a number of the parameter's group."""
+    return slot == "step" or slot.startswith("group.")
 
 
 def name_numbered(numbered: Numbered, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, str] | None:

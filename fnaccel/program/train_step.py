@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import attrs
 
-from fnaccel import tree
+from fnaccel import _lazy, tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
@@ -154,9 +154,8 @@ class TrainStep(ModelAccess):
             seed += (1 << 64) - 1
         tree.learn_records(extras)
         if extras is not None:
-            from fnaccel.checkpoint.saving import check_extras  # noqa: PLC0415 - it imports train steps
-
-            check_extras(extras, "train_step.init(extras=)", self.mesh.world)
+            saving = _lazy.load("fnaccel.checkpoint.saving")
+            saving.check_extras(extras, "train_step.init(extras=)", self.mesh.world)
         again = self._owner.initialised
         self._compare(self._owner.plan, seed)
         if again:

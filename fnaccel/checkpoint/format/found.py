@@ -56,11 +56,6 @@ Slots = Mapping[str, Mapping[str, Found]]
 """Optimizer state by name of parameter and of slot."""
 
 
-def is_number(slot: str) -> bool:
-    """Whether a slot counts updates, or is a number of the parameter's group."""
-    return slot == "step" or slot.startswith("group.")
-
-
 @attrs.frozen(eq=False)
 class Numbered:
     """Optimizer state as torch's `Optimizer.state_dict` has it: by number, without names.
