@@ -9,10 +9,7 @@ checkpoint, on any number of ranks:
 
     fnaccel launch -n 2 --strategy ddp --max-restarts 3 examples/train_gpt.py --dir runs/gpt --save-every 50
 
-Which scope of `fa.compile` serves it here:
-
-    fnaccel bench examples/train_gpt.py:loss_fn --model examples/train_gpt.py:GPT \
-        --batch examples/train_gpt.py:example_batch
+`compare_scopes.py` measures which scope of `fa.compile` serves it here.
 """
 
 from __future__ import annotations
@@ -106,7 +103,7 @@ def loss_fn(model, batch):
 
 
 def example_batch(rows: int = 16) -> dict[str, torch.Tensor]:
-    """What `fnaccel bench` trains on."""
+    """What `compare_scopes.py` trains on."""
     return next(iter(DataLoader(Sources(), batch_size=rows)))
 
 

@@ -1,4 +1,4 @@
-"""The fields of a recipe that the options of `fnaccel plan`, `estimate` and `bench` set."""
+"""The fields of a recipe that the options of `fnaccel plan` and `estimate` set."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_the_arguments_of_a_page_exist(page, things):
         (missing_files, "`strategies/nothing`, `strategies/tensor/`", []),
         (missing_files, "`docs/nothing` and `docs/index.md`", ["docs/nothing"]),
         (missing_files, "`gone.py`, `./fnaccel.yaml`, `params/0.weight`, `a/b c.py`", ["gone.py"]),
-        (missing_files, "```\npython examples/gone.py\nfnaccel bench examples/train_gpt.py:loss_fn\n```\n", ["examples/gone.py"]),
+        (missing_files, "```\npython examples/gone.py\nfnaccel plan examples/train_gpt.py:loss_fn\n```\n", ["examples/gone.py"]),
         (missing_files, "| Accelerate | here |\n|---|---|\n| `nlp_example.py` | `gone.py` |\n\n`left.py`", ["gone.py", "left.py"]),
         (missing_targets, "`make lint types`, `make it`\n```\nmake test # all\n```\n", ["it"]),
         (missing_flags, "`fnaccel launch -n 2 --gpu 2 train.py --gpu`", ["fnaccel launch --gpu"]),

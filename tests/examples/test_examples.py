@@ -158,6 +158,17 @@ def test_the_one_line_swap_gives_one_loss_curve(tmp_path):
         assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5), (ranks, strategy)
 
 
+def test_compare_scopes_has_a_row_for_each_and_names_what_fails():
+    flags = ("--scopes", "eager", "--strategies", "local", "fsdp", "nonsense", "--ranks", "2", "--steps", "2")
+    head, local, fsdp, nonsense = run("compare_scopes", *flags).out.splitlines()
+    assert head.split() == ["strategy", "scope", "first", "step", "s", "ms/step", "speed", "peak", "MiB"]
+    assert local.split()[:2] == ["local", "eager"]
+    assert "1.00x" in local
+    assert fsdp.split()[:2] == ["fsdp", "eager"]
+    assert "losses differ" not in fsdp
+    assert "no strategy is called 'nonsense'" in nonsense
+
+
 def test_train_gpt_draws_samples_and_saves(tmp_path):
     done = run(
         "train_gpt", "--steps", "3", "--sample", "20", "--report", str(tmp_path / "report.html"),

@@ -58,11 +58,3 @@ def test_two_ranks_on_one_device_are_refused_by_name():
     assert "Traceback" not in said.split("error")[0]
     assert "1" in said
     assert "2" in said
-
-
-def test_bench():
-    code, said = run(
-        "bench", "examples/train_gpt.py:loss_fn", "--model", "examples/train_gpt.py:GPT",
-        "--batch", "examples/train_gpt.py:example_batch",
-    )  # fmt: skip
-    assert code == 0, said

@@ -95,8 +95,8 @@ MUTANTS = [
         (GRADIENT, "-k", "buffers_dropout"),
     ),
     Mutant(
-        "a second gradient at the first parameters", "transforms/perturbation.py", "info.gradients_at(params | moved)",
-        "info.gradients_at(params)", (PROGRAMS, "-k", "sharpness-local and not captured"),
+        "a second gradient at the first parameters", "transforms/perturbation.py", "info.gradients_at({**info.params, **moved})",
+        "info.gradients_at(info.params)", (PROGRAMS, "-k", "sharpness-local and not captured"),
     ),
     Mutant(
         "a norm by shard", "tree/arithmetic.py", "                dist.all_reduce(part, group=mesh.get_group(dim))\n",

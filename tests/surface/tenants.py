@@ -13,7 +13,6 @@ from tests.surface.structure import FILES, PACKAGE, imports, name_of
 
 TENANTS = {
     "aim": ["track/aim.py"],
-    "bench": ["cli/bench.py", "cli/benching"],
     "big": ["big", "cli/inspect.py"],
     "captured steps": [
         "program/captured_step.py", "program/step_graph.py", "strategies/fsdp_captured.py", "strategies/fsdp_regather.py",
@@ -73,7 +72,7 @@ USES = {
 """A use of some of them, in Python."""
 
 COMMANDS = {
-    "bench": "bench train.py", "carriers": "launch --carrier slurm --cpu launched.py", "convert": "convert a b", "estimate": "estimate gpt2", "importing": "config import a.yaml",
+    "carriers": "launch --carrier slurm --cpu launched.py", "convert": "convert a b", "estimate": "estimate gpt2", "importing": "config import a.yaml",
     "machines": "launch --cpu --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 launched.py", "questions": "config", "reports": "report a.jsonl", "self test": "test", "big": "inspect a",
 }  # fmt: skip
 """A use of some of them, on the command line."""

@@ -8,7 +8,6 @@ COMMANDS = {
     "convert": "a checkpoint of one tool as that of another",
     "plan": "the plan of a train step, and a rank's memory and collectives, for any number of ranks",
     "estimate": "the memory of a model, of training it on any number of ranks, and of inference",
-    "bench": "time and memory of each scope of fa.compile, or of strategies, on your loss function",
     "trace": "the shares of compute, communication and waiting in a profile, rank by rank",
     "report": "an HTML page about one or several runs, from their logs",
     "completion": "a script that completes commands and options in bash, zsh or tcsh",

@@ -193,7 +193,7 @@ def _compile(machine: Machine, answers: Answers) -> Question | None:
         return None
     return Question(
         name="compile", text="Compile with torch.compile?", kind="choice", default="no",
-        why="fnaccel bench measures it on your loss function",
+        why="examples/compare_scopes.py measures it on your loss function",
         choices=(("no", "run eagerly"), ("auto", "the widest scope that the step allows"),
                  ("block", "each block: quick to compile"), ("step", "the whole step")),
     )  # fmt: skip
