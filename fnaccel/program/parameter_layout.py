@@ -1,4 +1,4 @@
-"""`fa.layout`: how parameters lie over ranks, as a table, and one of them as blocks of ranks.
+"""`fa.layout`: how parameters lie over ranks, as a table, and the blocks of one of them.
 
 It reads the DTensors that states show. No value is read, and no rank is asked.
 """
@@ -23,8 +23,8 @@ from fnaccel.texts import counted, ranks_of, size_of
 from fnaccel.tree import Tree
 
 _WHERE = "fa.layout"
-_MOST_ROWS, _MOST_COLUMNS, _MOST_RANKS = 12, 6, 5
-"""What a drawing shows: blocks along its two dimensions, and ranks of a block."""
+_MOST_RANKS = 5
+"""The ranks of a block that are shown."""
 
 Interval = tuple[int, int]
 
@@ -98,72 +98,21 @@ class ArrayBlocks:
     blocks: tuple[tuple[tuple[Interval, ...], tuple[int, ...]], ...]
 
     def __str__(self) -> str:
-        grid = self._grid()
-        names = max(len(row[0]) for row in grid)
-        widths = [max(map(len, column)) for column in zip(*(row[1:] for row in grid), strict=True)]
-        rule = " " * names + " +" + "".join("-" * (width + 2) + "+" for width in widths)
-        lines = [self.title]
-        for number, (name, *cells) in enumerate(grid):
-            edge = "|" if number else " "  # the first row has the intervals of the columns
-            padded = (f" {cell.ljust(width)} {edge}" for cell, width in zip(cells, widths, strict=True))
-            line = f"{name.ljust(names)} {edge}{''.join(padded)}".rstrip()
-            lines += [line, rule] if line else [rule]
-        return "\n".join(lines)
+        return "\n".join([self.title, *_aligned(self._lines())])
 
     def _repr_html_(self) -> str:
-        return table(self.title, self._grid())
+        return table(self.title, self._lines())
 
-    def _grid(self) -> list[tuple[str, ...]]:
-        """Cells. Blocks go down along the first dimension that is cut, and to the right along the second."""
-        whole = self.blocks[0][0]
-        cut = [dim for dim in range(len(whole)) if len({box[dim] for box, _ in self.blocks}) > 1]
-        if len(cut) > 2:
-            rows = [(", ".join(map(_span, box)), _holders(ranks)) for box, ranks in self.blocks]
-            return [("block", "held by"), *_shortened(rows, _MOST_ROWS, ("...", ""))]
-        down, across = (cut if len(cut) == 2 else (cut[0], None)) if cut else (None, None)
-        if down is not None and down > 0 and across is None:
-            down, across = None, down  # columns lie beside each other
-        holders = {(_at(box, down), _at(box, across)): ranks for box, ranks in self.blocks}
-        rows_at, columns_at = (sorted({key[place] for key in holders}) for place in (0, 1))
-        head = ("", *(_named(interval, across) for interval in columns_at))
-        grid = [
-            (_named(row, down), *(_holders(holders.get((row, column), ())) for column in columns_at))
-            for row in rows_at
-        ]
-        wide = [head, *_shortened(grid, _MOST_ROWS, ("...",) + ("",) * len(columns_at))]
-        if len(columns_at) <= _MOST_COLUMNS:
-            return wide
-        kept = _MOST_COLUMNS
-        return [(*row[:kept], "...", row[-1]) for row in wide]
+    def _lines(self) -> list[tuple[str, ...]]:
+        spans = ((", ".join(f"{start}:{stop}" for start, stop in box), ranks) for box, ranks in self.blocks)
+        return [("block", "held by"), *((span, _holders(ranks)) for span, ranks in spans)]
 
 
 def _holders(ranks: Sequence[int]) -> str:
-    """Ranks by number, the first ones and the last if there are many. Nothing for none."""
-    if not ranks:
-        return ""
+    """Ranks by number, the first ones and the last if there are many."""
     if len(ranks) <= _MOST_RANKS:
         return ranks_of(ranks)
     return f"{ranks_of(ranks[: _MOST_RANKS - 1])}, ... {ranks[-1]}"
-
-
-_ALL = (0, -1)
-
-
-def _at(box: Sequence[Interval], dim: int | None) -> Interval:
-    return _ALL if dim is None else box[dim]
-
-
-def _named(interval: Interval, dim: int | None) -> str:
-    return "" if dim is None else f"dim {dim} {_span(interval)}"
-
-
-def _span(interval: Interval) -> str:
-    return f"{interval[0]}:{interval[1]}"
-
-
-def _shortened(rows: list[tuple[str, ...]], most: int, gap: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The first rows and the last one, if there are too many."""
-    return rows if len(rows) <= most else [*rows[: most - 2], gap, rows[-1]]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -184,7 +133,7 @@ def layout(state: TrainState | TrainStep | Tree, name: str | None = None) -> Lay
 
     Args:
         state: a state, a train step that has one, or any pytree of tensors, such as `state.opt`.
-        name: of one parameter, to draw its blocks with the ranks that hold them.
+        name: of one parameter, to list its blocks with the ranks that hold them.
 
     Returns:
         A table with a line for each parameter: its shape and dtype, the axes of the mesh over which its
@@ -202,11 +151,9 @@ def layout(state: TrainState | TrainStep | Tree, name: str | None = None) -> Lay
         ...     state = train_step.init()
         ...     print(fa.layout(state, "lm_head.weight"))
         lm_head.weight: float32 [16, 32], dim 0 over dp_shard
-                   +------------+
-        dim 0 0:8  | ranks 0, 2 |
-                   +------------+
-        dim 0 8:16 | ranks 1, 3 |
-                   +------------+
+        block       held by
+        0:8, 0:32   ranks 0, 2
+        8:16, 0:32  ranks 1, 3
     """
     named = _tensors_of(state)
     if name is None:
