@@ -268,6 +268,7 @@ def shard_options(recipe_: Recipe) -> dict[str, Any]:
         "dispatch": data.dispatch,
         "prefetch": data.prefetch,
         "device_placement": data.device_placement,
+        "copies": data.copies,
         "rows_per_sample": data.rows_per_sample,
         "accept_changes": data.accept_changes,
     }

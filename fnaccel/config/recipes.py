@@ -70,6 +70,7 @@ class DataRecipe:
     dispatch: bool = False
     prefetch: int = 1
     device_placement: bool = True
+    copies: bool = True
     rows_per_sample: int = 1
     accept_changes: bool = False
 

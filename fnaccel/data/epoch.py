@@ -5,18 +5,16 @@ Shared by the readers of map-style loaders (`indexed.py`) and of streams (`strea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from fnaccel.data import loaders, order
-from fnaccel.data.buffer_guard import BufferGuard
 from fnaccel.data.reader_ranks import Link
 from fnaccel.data.seeding import replayed
 from fnaccel.errors import LoaderError
 from fnaccel.step.choices import Sampling
-from fnaccel.tree import Tree
 
 
 @attrs.frozen(kw_only=True)
@@ -31,9 +29,7 @@ class Reading:
         sampling: `"poisson"` for batches that are drawn.
         seed: the root seed of order and workers.
         kept: the persistent workers between epochs.
-        guard: gives batches memory of their own while they wait.
-        holds: whether batches wait after they were read, whatever the reader.
-        across: whether they wait over the end of an epoch.
+        copies: whether batches of a stream are copied, since they wait while it is read on.
         source: facts about the loader, for the batches.
         per_sample: how many rows the collate function makes of a sample.
         order: the order of a sampler of the user's own, if it was made before.
@@ -47,16 +43,10 @@ class Reading:
     sampling: Sampling | None
     seed: int
     kept: dict[str, Any]
-    guard: BufferGuard
-    holds: bool
-    across: bool
+    copies: bool
     source: Mapping[str, Any] | None = None
     per_sample: int = 1
     order: list[Any] | None = None
-
-    def own(self, batches: Iterable[Tree]) -> Iterator[Tree]:
-        """The batches of the user's loader, in memory that does not change while they wait."""
-        return self.guard.own(batches, keep=self.across)
 
 
 def users_order(source: loaders.Source, reading: Reading, link: Link) -> list[Any] | None:

@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import attrs
-import torch.utils.data as torch_data
 
 from fnaccel.data import order
 from fnaccel.data.batch import Batch
@@ -105,9 +104,7 @@ def open_indexed(source: Indexed | Grouped, reading: Reading, link: Link) -> Ite
         device=link.device,
         workers=reading.kept,
     )
-    # torch's own collate function makes new tensors each time
-    waits = reading.holds and source.loader.collate_fn is not torch_data.default_collate
-    return _batches(turns, reading.own(data) if waits else data, reading)
+    return _batches(turns, data, reading)
 
 
 @attrs.frozen

@@ -13,7 +13,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.data.batch import Batch
-from fnaccel.data.buffer_guard import copied
+from fnaccel.data.batch_copies import copied
 from fnaccel.data.epoch import Reading
 from fnaccel.data.reader_ranks import Link
 from fnaccel.data.source_facts import saved_at

@@ -17,13 +17,12 @@ import torch.distributed as dist
 
 from fnaccel.data import lengths, loaders, order, windows
 from fnaccel.data.batch import Batch, Window
-from fnaccel.data.buffer_guard import BufferGuard
 from fnaccel.data.dispatch import dispatch as dispatched
 from fnaccel.data.epoch import Reading, users_order
 from fnaccel.data.indexed import open_indexed
 from fnaccel.data.lengths import HasDegrees, steps_per_epoch
 from fnaccel.data.loaders import Indexed, Source, Stream
-from fnaccel.data.placement import copies_aside, place
+from fnaccel.data.placement import place
 from fnaccel.data.presplit import open_presplit
 from fnaccel.data.reader_ranks import Link
 from fnaccel.data.same_data import check_same_data
@@ -59,6 +58,7 @@ class Shards:
         sampling: `"poisson"` for batches in which each row is with one probability.
         prefetch: how many batches are copied to the device ahead of the one in use.
         device_placement: whether tensors are moved to the device at all.
+        copies: whether batches of a stream are copied, since they wait while it is read on.
         rows_per_sample: how many rows the collate function makes of a sample.
         accept_changes: whether a position is taken up though the data has changed since it was saved.
         start: the position at which iteration begins.
@@ -83,13 +83,13 @@ class Shards:
     sampling: Sampling | None = None
     prefetch: int = 1
     device_placement: bool = True
+    copies: bool = True
     rows_per_sample: int = 1
     accept_changes: bool = False
     start: Position = attrs.field(factory=Position)
     step: int = 0
     mesh: Mesh | None = None
     _kept: dict[str, Any] = attrs.field(factory=dict[str, Any], eq=False, repr=False)
-    _guard: BufferGuard = attrs.field(factory=BufferGuard, eq=False, repr=False)
 
     def at(self, position: Position, *, step: int = 0) -> Shards:
         """The same, beginning at a position: `shards.at(state.data)` goes on at the position of a state.
@@ -215,6 +215,7 @@ def shard(
     sampling: Sampling | None = None,
     prefetch: int = 1,
     device_placement: bool = True,
+    copies: bool = True,
     rows_per_sample: int = 1,
     accept_changes: bool = False,
 ) -> Shards:
@@ -254,6 +255,9 @@ def shard(
         prefetch: how many batches are read, and their copies to an accelerator begun, ahead of the one in
             use. 0 for none. The CPU copies nothing.
         device_placement: False leaves tensors where the loader made them.
+        copies: copy each batch of an iterable, or of a DataLoader with `batch_size=None`: it waits while the
+            next one is read, and may lie in a buffer that is filled again. False: yours does not. Batches
+            that a DataLoader collates are not copied: a `collate_fn` makes new tensors each time.
         rows_per_sample: how many rows the collate function makes of a sample, such as 2 of a chosen and a
             rejected answer. Row `i` is of sample `i % samples`, as in `torch.cat([chosen, rejected])`. Ranks
             and micro-batches get whole samples in the same layout.
@@ -334,6 +338,7 @@ def shard(
         shuffle=shuffle,
         sampling=sampling,
         prefetch=int(prefetch),
+        copies=copies,
         rows_per_sample=rows_per_sample,
         device_placement=device_placement,
         accept_changes=accept_changes,
@@ -423,10 +428,6 @@ def open_epoch(
     if group is dist.group.WORLD and world is not None:
         group = world.groups.data or group
     link = Link(rank=rank, ranks=ranks, device=device, group=group if ranks > 1 else None)
-    each = ranks if shards.per_rank else 1
-    guard = shards._guard  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    guard.ahead = shards.prefetch + 1
-    guard.deepen(1, each)
     reading = Reading(
         epoch=shards.start.epoch,
         start=shards.start.samples,
@@ -436,9 +437,7 @@ def open_epoch(
         sampling=shards.sampling,
         seed=shards.seed,
         kept=shards._kept,  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        guard=guard,
-        holds=shards.window is not None or shards.presplit or (shards.prefetch > 0 and copies_aside(device)),
-        across=shards.across_epochs,
+        copies=shards.copies,
         per_sample=shards.rows_per_sample,
     )
     if shards.dispatch:
@@ -454,24 +453,19 @@ def open_epoch(
         batches = _lazily(shards, reading, link)
     placed = place(batches, device, prefetch=shards.prefetch) if shards.device_placement else batches
     if shards.window is not None and not shards.across_epochs:
-        placed = in_windows(shards, placed, shards.step, each=each)
+        placed = in_windows(shards, placed, shards.step)
     return waiting(placed)
 
 
-def in_windows(shards: Shards, batches: Iterator[Any], step: int, *, each: int = 1) -> Iterator[Window]:
+def in_windows(shards: Shards, batches: Iterator[Any], step: int) -> Iterator[Window]:
     """Batches of shards in their windows.
 
     Args:
         shards: have a window.
         batches: read one after the other, maybe over the end of an epoch.
         step: of the first window.
-        each: how many batches of the loader are read for one of them.
     """
-
-    def announce(count: int) -> None:
-        shards._guard.deepen(count, each)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-
-    return windows.grouped(batches, shards.window or 1, step, announce=announce)
+    return windows.grouped(batches, shards.window or 1, step)
 
 
 def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:

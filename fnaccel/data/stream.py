@@ -19,7 +19,7 @@ import torch.utils.data as torch_data
 
 from fnaccel import tree
 from fnaccel.data.batch import Batch, made_of
-from fnaccel.data.buffer_guard import copied
+from fnaccel.data.batch_copies import copied, makes_new_tensors
 from fnaccel.data.cut import Columns, cut, join, rows_of, split_sizes
 from fnaccel.data.epoch import Reading, check_any, check_start, epoch_order
 from fnaccel.data.fetch import KeyFeed, Reopenable, read, reopened, settings_of
@@ -103,7 +103,9 @@ def rounds(source: Stream, reading: Reading, link: Link) -> Iterator[list[Piece]
     each = link.ranks if reading.per_rank else 1
     head: list[Piece] = []
     skipped = _skippable(source, reading)
-    trees = reading.own(_trees(source, reading, link, skipped))
+    trees = _trees(source, reading, link, skipped)
+    if reading.copies and not makes_new_tensors(source.loader):
+        trees = map(copied, trees)
     pieces = _counted(trees, source.batch_size, reading, head, each, skipped)
     count = 0
     while lot := list(islice(pieces, each)):

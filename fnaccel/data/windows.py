@@ -45,35 +45,17 @@ def at(size: Size, step: int) -> int:
     return found
 
 
-def grouped(
-    batches: Iterator[Batch], size: Size, step: int, *, announce: Callable[[int], None]
-) -> Iterator[Window]:
+def grouped(batches: Iterator[Batch], size: Size, step: int) -> Iterator[Window]:
     """Batches in windows, the first for `step`. The last one may be smaller.
 
     Args:
         batches: may be read ahead by one.
         size: of the windows.
         step: of the first window.
-        announce: called before a window is read, with the size of the larger of it and the next one: readers
-            need to know how long a batch waits when they read it.
     """
-    count = at(size, step)
-    while True:
-        announce(max(count, _next(size, step + 1)))
-        members = tuple(islice(batches, count))
-        if not members:
-            return
+    while members := tuple(islice(batches, at(size, step))):
         yield Window(members)
         step += 1
-        count = at(size, step)
-
-
-def _next(size: Size, step: int) -> int:
-    """The size of the window of a later step. 0 if the function fails, which raises when that step comes."""
-    try:
-        return at(size, step)
-    except Exception:
-        return 0
 
 
 def count(size: Size | None, batches: int, step: int) -> int:

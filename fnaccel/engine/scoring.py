@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fnaccel.collectives.over import scope
 from fnaccel.collectives.signature import Call, agree
 from fnaccel.data import Batch
-from fnaccel.data.buffer_guard import copied, memory_of
+from fnaccel.data.batch_copies import copied, memory_of
 from fnaccel.engine.combine import Accumulation, Rows, packed, unpacked
 from fnaccel.errors import LoaderError
 from fnaccel.step.loss import Concat, is_combinable, parts_of

@@ -184,8 +184,7 @@ def _run(train_step: TrainStep, shards: Shards, state: TrainState, epochs: int |
     """The batches or windows from a state's position to the end of the epoch, or over it."""
     if not shards.across_epochs or shards.window is None:
         return _epoch(train_step, shards, state.data, step=state.step)
-    each = train_step.mesh.batch_size if shards.per_rank else 1
-    return in_windows(shards, _epochs(train_step, shards, state.data, epochs), state.step, each=each)
+    return in_windows(shards, _epochs(train_step, shards, state.data, epochs), state.step)
 
 
 def _epochs(train_step: TrainStep, shards: Shards, position: Position, epochs: int | None) -> Iterator[Any]:

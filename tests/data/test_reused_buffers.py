@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import fnaccel as fa
-from fnaccel import errors
 from tests.data.reading import read, read_all
 
 N = 24
@@ -44,18 +43,6 @@ class Stream(IterableDataset):
         return iter(self.ring)
 
 
-class Collated:
-    """A collate function that fills one of its buffers."""
-
-    def __init__(self, buffers, rows=2):
-        self.memory, self.calls = torch.zeros(buffers, rows), 0
-
-    def __call__(self, rows):
-        buffer = self.memory[self.calls % len(self.memory)]
-        self.calls += 1
-        return buffer.copy_(torch.tensor(rows, dtype=torch.float32))
-
-
 RINGS = [  # (buffers, window, prefetch)
     (buffers, window, prefetch)
     for buffers in (1, 2, 3, 5)
@@ -79,17 +66,13 @@ def test_rings(buffers, window, prefetch, kind):
     loader = Ring(buffers, kind=kind)
     with fa.start():
         shards = fa.shard(loader, window=window, prefetch=prefetch)
-        for _ in range(2):  # what is known of the first epoch holds in the second
-            assert first_values(iter(shards)) == list(range(1, N + 1))
+        assert first_values(iter(shards)) == list(range(1, N + 1))
 
 
 @pytest.mark.parametrize(("buffers", "window", "prefetch"), RINGS)
-def test_rings_of_a_data_set_and_of_a_collate_function(buffers, window, prefetch):
+def test_rings_of_a_data_set(buffers, window, prefetch):
     with fa.start():
         loader = DataLoader(Stream(buffers), batch_size=None)
-        assert first_values(fa.shard(loader, window=window, prefetch=prefetch)) == list(range(1, N + 1))
-        rows = [float(1 + i // 2) for i in range(2 * N)]
-        loader = DataLoader(rows, batch_size=2, collate_fn=Collated(buffers))
         assert first_values(fa.shard(loader, window=window, prefetch=prefetch)) == list(range(1, N + 1))
 
 
@@ -135,98 +118,27 @@ def test_rows_of_an_evaluation_outlive_the_buffer():
             assert rows.tolist() == list(range(1, N + 1))
 
 
-def copies(made, batches):
-    """How many of the batches that came are not the tensors that the loader made."""
-    flat = [m for batch in batches for m in (batch if isinstance(batch, fa.data.Window) else [batch])]
-    assert len(made) == len(flat)
-    return sum(one is not batch.data for one, batch in zip(made, flat, strict=True))
-
-
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-@pytest.mark.parametrize("keep", [True, False])
-def test_fresh_tensors_are_copied_at_the_beginning_only(window, prefetch, keep):
-    """Without `keep` memory is given out again: originals that are compared have to stay alive."""
-    made, addresses = [], set()
+def test_batches_that_a_loader_collates_are_not_copied():
+    """Nor those of an iterable whose user says that it fills no buffer again."""
+    made = []
 
     def fresh(rows):
-        batch = torch.tensor(rows).repeat(1000)
-        addresses.add(batch.data_ptr())
-        made.append(batch if keep else id(batch))
-        return batch
+        made.append(torch.tensor(rows))
+        return made[-1]
 
+    class Rows(IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(40.0).tolist())
+
+    parts = list(torch.arange(40.0).split(2))
     with fa.start():
-        loader = DataLoader(torch.arange(200.0).tolist(), batch_size=2, collate_fn=fresh)
-        shards = fa.shard(loader, window=window, prefetch=prefetch)
-        if keep:
-            assert copies(made, shards) == window + prefetch + 1
+        for data in (torch.arange(40.0).tolist(), Rows()):
             made.clear()
-            assert copies(made, shards) == 0  # the second epoch
-        else:
-            flat = [m.data.data_ptr() in addresses for each in shards for m in each]
-            assert len(addresses) < 100, "memory is given out again"
-            assert all(flat[window + prefetch + 1 :])
-        plain = fa.shard(loader, prefetch=prefetch)  # on a CPU nothing waits
-        assert copies(made, plain) == 0 if keep and not made.clear() else True
-
-
-def test_parts_that_hold_no_memory_in_common_are_not_copied():
-    """Rows of one memmap, one after the other."""
-    memory = torch.arange(40.0)
-    parts = list(memory.split(2))
-    with fa.start():
-        batches = list(fa.shard(parts, prefetch=0))
-    assert [batch.data is part for batch, part in zip(batches, parts, strict=True)] == [False] * 2 + [
-        True
-    ] * 18
-
-
-def late(write, n=12):
-    """Six batches with memory of their own, then a buffer that is filled again."""
-    for i in range(6):
-        yield torch.full((2,), float(i))
-    memory = np.zeros(2, dtype=np.float32)
-    buffer = torch.from_numpy(memory) if write == "numpy" else torch.zeros(2)
-    for i in range(6, n):
-        if write == "numpy":
-            memory[:] = i
-        else:
-            buffer.fill_(i)
-        yield buffer
-
-
-class Again:
-    def __init__(self, make):
-        self.make = make
-
-    def __iter__(self):
-        return self.make()
-
-
-@pytest.mark.parametrize("write", ["torch", "numpy"])
-def test_a_loader_that_begins_late_to_reuse_memory_raises(write):
-    """Nobody sees that NumPy writes. It takes one more batch, then."""
-    seen = []
-    with fa.start():
-        batches = fa.shard(Again(lambda: late(write)), prefetch=0)
-        with pytest.raises(errors.LoaderError, match="the memory of a batch that waits") as raised:
-            seen.extend(float(batch.data[0]) for batch in batches)
-    assert len(seen) <= 7
-    assert write == "numpy" or seen == [*range(len(seen))]
-    assert "clone()" in str(raised.value)
-
-
-def test_a_list_that_is_filled_again_late_raises():
-    def make():
-        node = []
-        for i in range(12):
-            if i < 6:
-                node = []
-            node[:] = [float(i)] * 2
-            yield {"x": node}
-
-    with fa.start(), pytest.raises(errors.LoaderError, match="the memory of a batch that waits"):
-        list(fa.shard(Again(make), prefetch=0))
+            seen = [batch.data for batch in fa.shard(DataLoader(data, batch_size=2, collate_fn=fresh))]
+            assert all(one is batch for one, batch in zip(made, seen, strict=True))
+        for copies in (True, False):
+            seen = [batch.data for batch in fa.shard(parts, copies=copies)]
+            assert [one is part for one, part in zip(seen, parts, strict=True)] == [not copies] * 20
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
