@@ -69,7 +69,7 @@ def _ranks(options: argparse.Namespace) -> Ranks:
         f"{_PROG} --folder",
         "name a folder that exists on all machines",
     )
-    for text in split_list(options.strategies or ""):
+    for text in split_list(options.strategies):
         strategy(text)
     return Ranks(
         processes=processes,
@@ -88,23 +88,17 @@ def _meet(options: argparse.Namespace) -> Meeting:
 
 
 def _results(options: argparse.Namespace, ranks: Ranks) -> Iterator[Result]:
-    yield judged("kernel", machine.check_kernel)
     yield judged("cards: peer-to-peer", partial(machine.check_cards, ranks))
     yield _together(ranks, "ports", partial(machine.check_ports, ranks))
-    yield _together(ranks, "clocks", partial(machine.check_clocks, ranks))
-    yield _together(ranks, "shared folder", partial(machine.check_folder, ranks, options.folder))
     yield _together(ranks, "collectives", partial(communication.check_collectives, ranks))
     try:
         expected = training.reference(ranks.cpu)
     except CheckFailedError as fault:
         yield Result("one process", "fail", str(fault), fault.output)
         return
-    for text in split_list(options.strategies or "") or training.strategies_for(ranks.size):
+    for text in split_list(options.strategies):
         check = partial(training.check_strategy, text, ranks, expected)
         yield _together(ranks, f"strategy {text}", check)
-    for precision in ("bf16", "fp16"):
-        check = partial(training.check_precision, precision, ranks, expected)
-        yield _together(ranks, f"precision {precision}", check)
     check = partial(training.check_checkpoint, ranks, expected, options.folder)
     yield _together(ranks, "checkpoint", check)
 

@@ -3,7 +3,7 @@
 COMMANDS = {
     "launch": "run a script as one process per accelerator, on one machine or several",
     "config": "ask for a recipe, import one from another tool, show, check and update it",
-    "test": "check this machine, or several: collectives, strategies, checkpoints, ports, clocks",
+    "test": "check this machine, or several: cards, ports, collectives, a training, a checkpoint",
     "inspect": "the contents of a checkpoint, and whether its files are intact",
     "convert": "a checkpoint of one tool as that of another",
     "plan": "the plan of a train step, and a rank's memory and collectives, for any number of ranks",

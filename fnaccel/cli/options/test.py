@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fnaccel.cli.terminal import Parser
 
-_HELP = """Check this machine, or several: collectives, each strategy against one process, checkpoints,
-the kernel, cards, clocks, ports and a shared folder. On several machines run the same command on each.
+_HELP = """Check this machine, or several: cards, ports, collectives, a training under each strategy against
+one process, and a checkpoint. On several machines run the same command on each.
 
 Nothing is left behind. The exit code is 1 if a check failed."""
 
@@ -18,8 +18,11 @@ def parser() -> Parser:
     add = options.add_argument
     add("-n", "--nproc", type=int, help="ranks on this machine (default: its accelerators, or 2)")
     add("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
-    add("--strategies", metavar="LIST", help='such as "ddp, fsdp(2) * tensor(2)" (default: all)')
-    add("--folder", type=Path, help="a folder that all machines share, to check it and to save in")
+    add(
+        "--strategies", metavar="LIST", default="ddp, fsdp",
+        help='such as "ddp, fsdp(2) * tensor(2)" (default: ddp, fsdp)',
+    )  # fmt: skip
+    add("--folder", type=Path, help="a folder that all machines share, to save in")
     add("--nnodes", type=int, default=1, help="how many machines (default: 1)")
     add("--node-rank", type=int, help="number of this machine, from 0")
     add("--master-addr", help="an address of machine 0 that all reach")

@@ -113,23 +113,6 @@ def train_anew(folder: Path) -> list[float]:
         return train("fsdp", "fp32", STEPS - 1, folder)
 
 
-def strategies_for(ranks: int) -> list[str]:
-    """The texts of the strategies to check on so many ranks, each with its number of ranks.
-
-    Example:
-        >>> strategies_for(2)[:3]
-        ['ddp', 'fsdp', 'tensor(2)']
-    """
-    texts = ["ddp", "fsdp"]
-    if ranks % 2 == 0:
-        texts += ["tensor(2)", "context(2)"] if ranks == 2 else [
-            f"hsdp(2, {ranks // 2})",
-            f"ddp({ranks // 2}) * tensor(2)",
-            f"fsdp({ranks // 2}) * context(2)",
-        ]  # fmt: skip
-    return [*texts, *(f"deepspeed(stage={stage})" for stage in (1, 2, 3)), "xla"]
-
-
 def reference(cpu: bool) -> list[float]:
     """The losses of one process.
 
@@ -157,16 +140,6 @@ def check_strategy(text: str, ranks: Ranks, expected: list[float]) -> str:
     if text == "xla":
         raise NotAvailableError("one process drives all devices: fnaccel launch --tpu")
     return _compare(on_ranks(ranks, train, text, "fp32", STEPS, None)[0], expected)
-
-
-def check_precision(precision: PrecisionName, ranks: Ranks, expected: list[float]) -> str:
-    """Train three steps in a precision. The losses may differ by its rounding.
-
-    Raises:
-        CheckFailedError: a loss is far off, or ranks failed.
-    """
-    losses = on_ranks(ranks, train, "ddp", precision, STEPS, None)[0]
-    return _compare(losses, expected, 3e-2)
 
 
 def check_checkpoint(ranks: Ranks, expected: list[float], shared: Path | None) -> str:
