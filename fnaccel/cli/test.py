@@ -88,6 +88,7 @@ def _meet(options: argparse.Namespace) -> Meeting:
 
 
 def _results(options: argparse.Namespace, ranks: Ranks) -> Iterator[Result]:
+    yield judged("kernel", machine.check_kernel)
     yield judged("cards: peer-to-peer", partial(machine.check_cards, ranks))
     yield _together(ranks, "ports", partial(machine.check_ports, ranks))
     yield _together(ranks, "collectives", partial(communication.check_collectives, ranks))

@@ -14,7 +14,7 @@ import torch
 import fnaccel as fa
 from fnaccel.cli.main import main
 from fnaccel.cli.selftest import communication, machine, training
-from fnaccel.cli.selftest.results import CheckFailedError, NotAvailableError
+from fnaccel.cli.selftest.results import CheckFailedError, NotAvailableError, judged
 from fnaccel.cli.selftest.running import Ranks
 from fnaccel.launch.network import free_port
 
@@ -29,7 +29,7 @@ def test_all_checks_of_two_ranks(capsys):
     assert {row["status"] for row in rows.values()} == {"pass", "not available"}
     passed = [name for name, row in rows.items() if row["status"] == "pass"]
     assert passed == [
-        "ports", "collectives", "strategy ddp", "strategy fsdp", "strategy tensor(2)", "strategy context(2)", "checkpoint",
+        "kernel", "ports", "collectives", "strategy ddp", "strategy fsdp", "strategy tensor(2)", "strategy context(2)", "checkpoint",
     ]  # fmt: skip
     assert "16 MB all-reduced" in rows["collectives"]["detail"]
     assert "saved by 2, restored by 1" in rows["checkpoint"]["detail"]
@@ -72,7 +72,7 @@ def test_ctrl_c_ends_the_checks_and_the_ranks(tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("cards")
+    assert process.stdout.readline().startswith("kernel")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -106,6 +106,19 @@ def test_several_machines(tmp_path):
             process.kill()
             process.communicate()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "status"),
+    [
+        ("Linux", "6.1.0-18-amd64", "pass"),
+        ("Linux", "5.5.0", "pass"),
+        ("Linux", "4.15.0-213-generic", "fail"),
+        ("Darwin", "23.1.0", "not available"),
+    ],
+)
+def test_kernels(system, release, status):
+    assert judged("kernel", lambda: machine.check_kernel(system, release)).status == status
 
 
 def test_wrong_values_are_found(monkeypatch):

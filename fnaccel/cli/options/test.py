@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fnaccel.cli.terminal import Parser
 
-_HELP = """Check this machine, or several: cards, ports, collectives, a training under each strategy against
-one process, and a checkpoint. On several machines run the same command on each.
+_HELP = """Check this machine, or several: kernel, cards, ports, collectives, a training under each strategy
+against one process, and a checkpoint. On several machines run the same command on each.
 
 Nothing is left behind. The exit code is 1 if a check failed."""
 

@@ -1,7 +1,9 @@
-"""Whether cards reach each other, and ranks each other's ports."""
+"""The kernel, and whether cards reach each other, and ranks each other's ports."""
 
 from __future__ import annotations
 
+import platform
+import re
 import socket
 
 import torch
@@ -12,8 +14,31 @@ from fnaccel.cli.selftest.running import Ranks, on_ranks
 from fnaccel.launch.network import address_to
 from fnaccel.texts import counted
 
+OLDEST_KERNEL = (5, 5)
+"""Processes of several ranks may hang on older Linux kernels."""
 PATIENCE = 10.0
 """Seconds for a connection."""
+
+
+def check_kernel(system: str = platform.system(), release: str = platform.release()) -> str:
+    """The version of the Linux kernel.
+
+    Raises:
+        NotAvailableError: this is not Linux.
+        CheckFailedError: the kernel is too old.
+
+    Example:
+        >>> check_kernel("Linux", "6.1.0-18-amd64")
+        'Linux 6.1.0-18-amd64'
+    """
+    if system != "Linux":
+        raise NotAvailableError(f"for Linux, and this is {system}")
+    version = tuple(map(int, re.findall(r"\d+", release)[:2]))
+    if version < OLDEST_KERNEL:
+        raise CheckFailedError(
+            f"Linux {release} is below {'.'.join(map(str, OLDEST_KERNEL))}: ranks may hang"
+        )
+    return f"Linux {release}"
 
 
 def check_cards(ranks: Ranks) -> str:
