@@ -43,7 +43,7 @@ def gradient(
         check_first(micro_batches[0].data, lent)
     if instance.lowered.part is not None:
         micro_batches = instance.lowered.parts_of(micro_batches)
-    with micro_batches.around, UpdateGuard(instance, state):
+    with micro_batches.around, UpdateGuard(instance, state, micro_batches):
         _, rates = instance.updater.rates(state.updates)
         outcome = differentiate(instance, micro_batches, instance.inputs(state, rates, lent))
         assert outcome.gradients is not None

@@ -56,7 +56,7 @@ def update(
     step, updates, extras, scale = state.step, state.updates, state.extras, scale_of(state)
     transforms = dict(state.transforms)
     engine, updater, tail = instance.engine, instance.updater, instance.lowered.tail
-    with micro_batches.around, UpdateGuard(instance, state) as guard:
+    with micro_batches.around, UpdateGuard(instance, state, micro_batches) as guard:
         reported, rates = updater.rates(updates)  # a schedule of the user's may raise
 
         # Forward and backward of each micro-batch, and the totals of all ranks.

@@ -9,13 +9,16 @@ from types import TracebackType
 import torch
 
 from fnaccel import _torch, tree
+from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.engine.passes import explained
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, FnaccelError
 from fnaccel.optim import kernels
 from fnaccel.program.instance import Instance
 from fnaccel.program.probe import CAUSES
 from fnaccel.seeing.memory import explain_out_of_memory
 from fnaccel.state import TrainState, donate, is_stale
+from fnaccel.texts import first_of
+from fnaccel.tree import Tree
 from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.progress_marks import NOW, enter_step, leave_step
 
@@ -33,13 +36,25 @@ class UpdateGuard:
     Args:
         instance: the model and its optimizers.
         state: the live state.
+        micro_batches: those of the update, for a note to an error of the loss.
     """
 
-    __slots__ = ("_begun", "_committed", "_instance", "_modes", "_own", "_sigint", "_state", "_streams")
+    __slots__ = (
+        "_begun",
+        "_committed",
+        "_instance",
+        "_micro_batches",
+        "_modes",
+        "_own",
+        "_sigint",
+        "_state",
+        "_streams",
+    )
 
-    def __init__(self, instance: Instance, state: TrainState) -> None:
+    def __init__(self, instance: Instance, state: TrainState, micro_batches: MicroBatches) -> None:
         self._instance = instance
         self._state = state
+        self._micro_batches = micro_batches
         self._sigint = SigintHeld()
         self._committed = False
 
@@ -102,6 +117,12 @@ class UpdateGuard:
         explain_out_of_memory(error, instance.named_tensors)  # before gradients are dropped
         if instance.cut_fails and isinstance(error, Exception):
             error.add_note(f"in the first forward of a model that is cut. {CAUSES}")
+        in_loss = NOW.phase in ("forward", "backward", "captured step", "compile")
+        if in_loss and isinstance(error, Exception) and not isinstance(error, FnaccelError):
+            error.add_note(
+                f"on rank {instance.engine.layout.mesh.world.rank}, in step {NOW.step}, micro-batch "
+                f"{NOW.micro_batch}, whose batch is {_shapes(self._micro_batches[NOW.micro_batch].data)}"
+            )
         if not self._committed:
             if instance.engine.hooks.abandon is not None and isinstance(error, Exception):
                 instance.engine.hooks.abandon(error)
@@ -115,6 +136,19 @@ class UpdateGuard:
         clearer = None if self._committed or NOW.phase == "update" else explained(error, instance.engine)
         if clearer is not None:
             raise clearer from error
+
+
+def _shapes(batch: Tree) -> str:
+    """The kinds, dtypes and shapes of a batch's leaves, by path."""
+    try:
+        leaves = [
+            f"{path or '(root)'}: {type(x).__name__}"
+            + (f" {x.dtype} {list(x.shape)}" if hasattr(x, "shape") else "")
+            for path, x in tree.items(batch)
+        ]
+    except Exception:  # any object of the user's may be a batch
+        return f"a {type(batch).__name__}"
+    return first_of(leaves)
 
 
 class TorchModes:

@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     Mutant(
         "attention of recomputed blocks that sees one rank", "program/update.py",
-        "with micro_batches.around, UpdateGuard(instance, state) as guard:", "with UpdateGuard(instance, state) as guard:",
+        "with micro_batches.around, UpdateGuard(instance, state, micro_batches) as guard:", "with UpdateGuard(instance, state, micro_batches) as guard:",
         (PARITY, "-k", "share and causal-nothing-nothing"),
     ),
     Mutant(

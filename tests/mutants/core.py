@@ -112,6 +112,10 @@ MUTANTS = [
         ("tests/program/test_live_state.py", "-k", "backward_that_raises and fsdp"),
     ),
     Mutant(
+        "an error in a captured step names another micro-batch", "program/captured_step.py",
+        "        NOW.micro_batch = index\n", "", ("tests/program/test_notes.py", "-k", "local-True-label"),
+    ),
+    Mutant(
         "autocast stays on", "program/update_guard.py", "restore_autocast(self.kind, self.autocast)", "pass",
         ("tests/program/test_live_state.py", "-k", "autocast"),
     ),
