@@ -18,7 +18,9 @@ from fnaccel.data.epoch import Reading, check_any, check_start, epoch_order, use
 from fnaccel.data.fetch import read
 from fnaccel.data.loaders import Grouped, Indexed
 from fnaccel.data.reader_ranks import Link
+from fnaccel.errors import LoaderError
 from fnaccel.state import Position
+from fnaccel.texts import first_of
 
 
 class Turn(NamedTuple):
@@ -123,8 +125,16 @@ def _batches(turns: Iterable[Turn], data: Iterator[Any], reading: Reading) -> It
     while turn is not None:
         following = next(upcoming, None)
         position = Position(epoch + 1, 0) if following is None else Position(epoch, turn.after)
+        batch = next(data)
+        if batch is None:  # on this rank alone, perhaps
+            raise LoaderError(
+                f"the collate function returned None for the samples {first_of(map(repr, turn.keys))}",
+                where="shard(loader)",
+                fix="return a batch for any samples: fill up those that it leaves out, or leave them out of "
+                "the data set",
+            )
         yield Batch(
-            data=next(data),
+            data=batch,
             valid=turn.valid,
             rows=turn.rows,
             position=position,

@@ -7,6 +7,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Generator
 
 from fnaccel.errors import LaunchError
 
@@ -22,6 +23,21 @@ def free_port() -> int:
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def reserved_port() -> Generator[int]:
+    """A free TCP port. In the body no process gets it by asking for a free one, and a rank can listen on it.
+
+    Linux lets a second socket bind to the port of one that does not listen. Other systems reserve nothing.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        if sys.platform != "linux":
+            holder.close()
+        yield port
 
 
 def check_port(port: int) -> None:

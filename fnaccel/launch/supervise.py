@@ -19,7 +19,7 @@ from fnaccel.errors import LaunchError
 from fnaccel.launch.failure import describe
 from fnaccel.launch.forking import fork
 from fnaccel.launch.job import STATIC_PORT, Job, check
-from fnaccel.launch.network import free_port, interface_to, wait_for_port
+from fnaccel.launch.network import interface_to, reserved_port, wait_for_port
 from fnaccel.launch.presets import find_cards, preset_variables
 from fnaccel.launch.tee import Copier, entering, finish, start_copiers
 from fnaccel.launch.verdict import Decision, Place, decide
@@ -97,7 +97,8 @@ def _attempts(
             machines = f" on {counted(job.machines, 'machine')}" if elastic else ""
             attempt = f"attempt {place.failures + 1} of {job.restarts + 1}"
             _say(f"fnaccel launch: {attempt}, with {ranks}{machines}", job)
-        outcome, decision = _attempt(job, place, coordinator, mask, presets)
+        with reserved_port() as free:  # until the end: a rank may leave its world and join again
+            outcome, decision = _attempt(job, place, coordinator, mask, presets, free)
         if not decision.again:
             if coordinator is not None and decision.code not in (0, outcome.code):
                 lost = f"; {coordinator.lost}" if coordinator.lost else ""
@@ -122,11 +123,16 @@ def _attempts(
 
 
 def _attempt(
-    job: Job, place: Place, coordinator: Coordinator | None, mask: set[Any], presets: dict[str, str]
+    job: Job,
+    place: Place,
+    coordinator: Coordinator | None,
+    mask: set[Any],
+    presets: dict[str, str],
+    free: int,
 ) -> tuple[Outcome, Decision]:
     """Start the ranks once, and wait until they have ended. Signals are blocked before and after."""
     several = coordinator is not None
-    port = job.port or (STATIC_PORT if several else free_port())
+    port = job.port or (STATIC_PORT if several else free)
     if place.number and job.port is not None and not several:
         wait_for_port(port)  # a worker may outlive its rank for a moment and hold the port
     watchdog = None

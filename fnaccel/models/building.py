@@ -257,6 +257,18 @@ def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:
             where="train_step.init",
             fix="return the torch.nn.Module from the factory",
         )
+    return _unwrapped(module)
+
+
+def _unwrapped(module: Any) -> nn.Module:
+    """A module without the wrappers of `torch.compile`, which would be in all paths. It stays compiled."""
+    inner: Any = getattr(module, "_orig_mod", None)
+    if isinstance(inner, nn.Module):
+        inner.forward = module.dynamo_ctx(inner.forward)
+        module = inner
+    for name, child in module.named_children():
+        if (bare := _unwrapped(child)) is not child:
+            setattr(module, name, bare)
     return module
 
 

@@ -88,7 +88,7 @@ class MovingBuffers:
                 changed = self._changed(index)
                 buffers[name] = tensor
                 if index in self._copies and tensor is not None:
-                    tensor.copy_(self._copies[index])
+                    _give_back(tensor, self._copies[index])
                 elif changed and tensor is not None:
                     exact = False
         self._copies = {}
@@ -140,4 +140,9 @@ def passes_put_back(roots: Iterable[nn.Module], streams: Sequence[torch.Generato
             slot.update(named)
         with torch.no_grad():
             for buffer, before in copies:
-                buffer.copy_(before)
+                _give_back(buffer, before)
+
+
+def _give_back(buffer: torch.Tensor, before: torch.Tensor) -> None:
+    """Fill a buffer with its value of before, also if a forward resized it."""
+    (buffer if buffer.shape == before.shape else buffer.resize_(before.shape)).copy_(before)

@@ -148,7 +148,7 @@ def _shapes(batch: Tree) -> str:
         ]
     except Exception:  # any object of the user's may be a batch
         return f"a {type(batch).__name__}"
-    return first_of(leaves)
+    return first_of(leaves) or f"a {type(batch).__name__}"
 
 
 class TorchModes:

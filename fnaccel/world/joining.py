@@ -37,6 +37,8 @@ BACKLOG = 1024
 """Connections to a store that may wait to be accepted."""
 
 _MORE_FILES = "raise the limit of open files of a process: ulimit -n 4096"
+_OTHER_PORT = "another process listens there: give each job a port of its own (--master-port, MASTER_PORT)"
+_REACH = "check that every rank runs and reaches that address (several machines: GLOO_SOCKET_IFNAME)"
 
 _worlds = itertools.count()
 
@@ -150,13 +152,12 @@ def join(
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, WorldError):
             raise
+        fixes = {"Too many open files": _MORE_FILES, "ddress already in use": _OTHER_PORT, "": _REACH}
         raise WorldError(
             f"rank {ranks.rank} could not join {ranks.size} ranks at {address}:{port}: "
             f"{(str(error).splitlines() or [type(error).__name__])[0]}",
             where="fa.start",
-            fix=_MORE_FILES
-            if "Too many open files" in str(error)
-            else "check that every rank runs and reaches that address (several machines: GLOO_SOCKET_IFNAME)",
+            fix=next(fix for text, fix in fixes.items() if text in str(error)),
         ) from error
     remember(before)
     _tell("joined")

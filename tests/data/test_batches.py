@@ -103,6 +103,23 @@ def test_what_register_batch_refuses(given):
         fa.data.register_batch(**given)
 
 
+def nothing_for_five(samples):
+    return None if any(len(sample) == 6 for sample in samples) else as_record(samples)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_none_of_a_collate_function_raises_by_name(pools, workers):
+    with pytest.raises(errors.LoaderError, match=r"returned None for the samples 4, 5") as caught:
+        pools.run(2, train_on, nothing_for_five, workers)
+    assert "leave them out of the data set" in str(caught.value)
+
+
+def train_on(collate, workers):
+    loader = DataLoader(ragged(8), batch_size=4, collate_fn=collate, num_workers=workers)
+    train_step = program(total, strategy="ddp")
+    list(fa.scan(train_step, train_step.init(), fa.shard(loader, shuffle=False), steps=4))
+
+
 @pytest.mark.parametrize("place", [True, False])
 def test_batches_stay_where_the_loader_made_them(place):
     loader = DataLoader(numbers(4), batch_size=2)

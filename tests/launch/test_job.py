@@ -14,7 +14,7 @@ import torch
 from fnaccel.errors import LaunchError
 from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.launch.job import Job, check
-from fnaccel.launch.network import check_port, free_port, interface_to
+from fnaccel.launch.network import check_port, free_port, interface_to, reserved_port
 from fnaccel.launch.variables import variables
 from fnaccel.world.world import detect
 
@@ -98,6 +98,17 @@ def test_a_taken_port_is_an_error_where_rank_0_would_listen():
 def test_free_ports_differ_and_are_free():
     with socket.create_server(("127.0.0.1", free_port())) as server:
         assert free_port() != server.getsockname()[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is reserved elsewhere")
+def test_a_reserved_port_is_given_to_nobody_else():
+    with reserved_port() as port, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        for address in ("127.0.0.1", ""):  # what rank 0 does, by itself or in torch's store
+            with socket.create_server((address, port)):
+                pass
+    check_port(port)
 
 
 def test_the_interface_to_an_address():

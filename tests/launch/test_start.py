@@ -27,6 +27,25 @@ LOOK = """
 """
 
 
+HOLDS = """
+    import os, socket, sys
+    import fnaccel as fa
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            print(error)
+    with fa.start() as world:
+        print(fa.gather(world.rank))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is reserved elsewhere")
+def test_no_other_process_gets_the_port_of_the_ranks_before_they_listen(launcher):
+    ended = launcher("-n", 1, "--cpu", launcher.write(HOLDS.replace("fa.gather(world.rank)", "world.size")))
+    assert (ended.code, "in use" in ended.out) == (0, True), ended
+
+
 def looked(launcher, ranks):
     return [json.loads((launcher.folder / f"rank{rank}").read_text()) for rank in range(ranks)]
 

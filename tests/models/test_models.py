@@ -150,6 +150,69 @@ class TestBuffersThatAppear:
         fa.save(tmp_path, state)
 
 
+class Resized(nn.Module):
+    """Its first forward gives a buffer its size, as the observers of torch.ao do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.register_buffer("lowest", torch.zeros(0))
+
+    def forward(self, x):
+        if not self.lowest.numel():
+            self.lowest.resize_(3)
+            self.lowest.fill_(9.0)
+        self.lowest.copy_(torch.minimum(self.lowest, x.detach().amin(dim=0)))
+        return self.net(x)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a failure", "a check"])
+def test_a_buffer_that_the_first_forward_resizes(before):
+    calls = []
+
+    def fails_first(model, batch):
+        loss = loss_fn(model, batch)
+        calls.append(1)
+        if before == "a failure" and len(calls) == 1:
+            raise KeyError("once")
+        return loss
+
+    train_step = program(fails_first, model=Resized)
+    state, (x, y) = train_step.init(), batch_of(4)
+    if before == "a failure":
+        with pytest.raises(KeyError):
+            train_step(state, (x, y))
+    if before == "a check":
+        train_step.check_totals(state, loss_fn, (x, y))
+    assert state.buffers["lowest"].shape == (0,)
+    state, _ = train_step(state, (x, y))
+    assert torch.equal(state.buffers["lowest"], x.amin(dim=0))
+
+
+def test_a_model_that_is_compiled_in_its_factory_has_plain_paths_and_stays_compiled(tmp_path):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled():
+        model = Net()
+        model.blocks[1] = torch.compile(model.blocks[1], backend=backend)
+        return model
+
+    plain = program().init()
+    for make in (compiled, lambda: torch.compile(compiled(), backend=backend)):
+        torch.compiler.reset()
+        graphs.clear()
+        train_step = program(model=make, frozen=["blocks.1.*"])
+        state = train_step.init()
+        assert list(state.params) == list(plain.params)
+        train_step.look(state, lambda model: model(batch_of(4)[0]))
+        assert graphs
+        fa.restore(fa.save(tmp_path / str(make), state), like=program(frozen=["blocks.1.*"]).init())
+
+
 class TestWrongArguments:
     @pytest.mark.parametrize(
         ("use", "said"),

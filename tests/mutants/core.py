@@ -116,6 +116,10 @@ MUTANTS = [
         "        NOW.micro_batch = index\n", "", ("tests/program/test_notes.py", "-k", "local-True-label"),
     ),
     Mutant(
+        "a compiled model of a factory runs without its compilation", "models/building.py",
+        "        inner.forward = module.dynamo_ctx(inner.forward)\n", "", ("tests/models/test_models.py", "-k", "in_its_factory"),
+    ),
+    Mutant(
         "autocast stays on", "program/update_guard.py", "restore_autocast(self.kind, self.autocast)", "pass",
         ("tests/program/test_live_state.py", "-k", "autocast"),
     ),
@@ -354,7 +358,7 @@ MUTANTS = [
         ("tests/laws/test_interrupts.py", "-k", "local-1"),
     ),
     Mutant(
-        "buffers of an interrupted step stay moved", "models/moving_buffers.py", "tensor.copy_(self._copies[index])", "pass",
+        "buffers of an interrupted step stay moved", "models/moving_buffers.py", "_give_back(tensor, self._copies[index])", "pass",
         ("tests/laws/test_interrupts.py", "-k", "local-1"),
     ),
     Mutant(

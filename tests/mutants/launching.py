@@ -8,6 +8,10 @@ TWO_JOBS = "tests/launch/test_two_jobs.py"
 
 MUTANTS = [
     Mutant(
+        "the port of the ranks is anybody's until rank 0 listens", "launch/network.py",
+        '            holder.close()', '            pass\n        holder.close()', ("tests/launch/test_job.py", "-k", "reserved_port"),
+    ),
+    Mutant(
         "launchers of two jobs meet", "launch/elastic.py", "        if not difference:\n", "        if True:\n",
         (TWO_JOBS, "-k", "launchers_of_two_jobs and contents"),
     ),

@@ -100,7 +100,12 @@ MUTANTS = [
         ("tests/program/test_doubled_row.py", "-k", "as_before"),
     ),
     Mutant(
-        "a second gradient moves buffers", "models/moving_buffers.py", "buffer.copy_(before)", "pass",
+        "a resized buffer keeps its size", "models/moving_buffers.py",
+        "buffer if buffer.shape == before.shape else buffer.resize_(before.shape)", "buffer",
+        ("tests/models/test_models.py", "-k", "resizes and failure"),
+    ),
+    Mutant(
+        "a second gradient moves buffers", "models/moving_buffers.py", "                _give_back(buffer, before)", "                pass",
         ("tests/program/test_second_gradient.py", "-k", "no_trace and local"),
     ),
     Mutant(

@@ -151,6 +151,12 @@ def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 1))
 
 
+def compiled_parts() -> Any:
+    """For the train step its paths are those of the plain model."""
+    model = nn.Sequential(nn.Linear(3, 6), torch.compile(nn.Linear(6, 1), backend="eager"))
+    return torch.compile(model, backend="eager")
+
+
 FROZEN: list[nn.Module] = []
 
 
@@ -334,6 +340,7 @@ TRAPS = {
         batch=with_metadata,
         step=lambda loss: fa.accumulate(loss, 2),
     ),
+    "a model that is compiled in its factory": Trap(make=compiled_parts, loss=squares),
 }
 
 
