@@ -43,11 +43,20 @@ def read_manifest(directory: Directory) -> Manifest:
         CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
     try:
-        data = directory.read(manifest.FILE)
+        data = directory.open(manifest.FILE, _text_of)
     except FileNotFoundError:
         raise _damaged(f"{directory.path} holds no {manifest.FILE}", directory.path) from None
     with no_collection():
         return manifest.parse(data, str(directory.path / manifest.FILE))
+
+
+def _text_of(path: Path) -> bytes:
+    """All of a text file. The first zero byte ends it: a file with a hole may be larger than memory."""
+    text = bytearray()
+    with path.open("rb") as file:
+        while (chunk := file.read(1 << 20)) and b"\0" not in chunk:
+            text += chunk
+        return bytes(text + chunk)
 
 
 def open_manifest(directory: Directory, *, partial: bool = False) -> Manifest:

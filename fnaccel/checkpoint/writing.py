@@ -117,6 +117,7 @@ class Writing:
         place = ranks[machines.lead()].place
         assert place is not None
         self._staged, self._number = place
+        self._root = self._staged.parent  # the one that is written, if ranks were given several
         self._save_id = ranks[0].place[0].name if ranks[0].place is not None else ""
         self._call_hooks("before_save", self._staged, state)
         if machines.leads:

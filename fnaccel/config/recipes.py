@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, cast, get_args
 
@@ -11,6 +12,10 @@ from fnaccel.errors import ConfigError, as_names, nearest, require, require_coun
 from fnaccel.launch.recipe import LaunchRecipe
 from fnaccel.step.choices import Action, Kept, PrecisionName, Remainder, Scope
 from fnaccel.world.paths import optional_path
+
+
+def _check_finite(_: object, __: object, rate: float) -> None:
+    require(math.isfinite(rate), f"the rate of an optimizer is {rate}", "optimizer.lr", "a number: 3e-4")
 
 
 @attrs.frozen(kw_only=True)
@@ -39,7 +44,7 @@ class OptimizerRecipe:
     """
 
     name: str = "adamw"
-    lr: float = 1e-3
+    lr: float = attrs.field(default=1e-3, validator=_check_finite)
     schedule: Any = "constant"
     schedule_options: dict[str, Any] = attrs.field(factory=dict)
     options: dict[str, Any] = attrs.field(factory=dict)

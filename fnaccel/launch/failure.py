@@ -77,6 +77,15 @@ class Failure:
         """The inverse of `line`."""
         return Failure(**json.loads(line))
 
+    @staticmethod
+    def read(files: Iterable[Path]) -> list[Failure]:
+        """The failures in files, but for those that a full disk has cut off."""
+        failures: list[Failure] = []
+        for file in files:
+            with contextlib.suppress(ValueError):
+                failures.append(Failure.of(file.read_bytes()))
+        return failures
+
 
 def cause(failures: Iterable[Failure]) -> Failure:
     """The one that the others followed from: those that saw a peer go come last.

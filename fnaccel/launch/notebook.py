@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
@@ -220,7 +221,8 @@ def _call(fn: Callable[..., Any], args: Sequence[Any], folder: Path, relay: Rela
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
         failure = Failure(rank=rank, code=1, when=time.monotonic(), text=text, follows=follows(error))
-        failed.write_bytes(failure.line())
+        with contextlib.suppress(OSError):  # a full disk
+            failed.write_bytes(failure.line())
         raise
 
 
@@ -246,7 +248,7 @@ def _raise_for(code: int, folder: Path, *, told: bool) -> None:
             where=_WHERE,
             fix="call it again to go on",
         )
-    failures = [Failure.of(file.read_bytes()) for file in folder.glob("*.failed")]
+    failures = Failure.read(folder.glob("*.failed"))
     first = cause(failures) if failures else None
     what = (
         f"the ranks ended with exit code {code}"

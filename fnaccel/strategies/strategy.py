@@ -230,14 +230,13 @@ def strategy(text: str | Strategy) -> Strategy:
         )
     source, meanings = _import_makers(PRESETS.get(text.strip(), text))
     try:
-        parsed = ast.parse(source.strip(), mode="eval").body
-    except SyntaxError as error:
+        return _evaluate(ast.parse(source.strip(), mode="eval").body, text, meanings)
+    except (SyntaxError, RecursionError, MemoryError) as error:  # of thousands of factors or brackets
         raise ConfigError(
-            f"{text!r} is no strategy",
+            f"{text[:200]!r} is no strategy",
             where="strategy",
             fix='write a product of calls, such as "ddp(2) * fsdp(4)"',
         ) from error
-    return _evaluate(parsed, text, meanings)
 
 
 def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strategy:

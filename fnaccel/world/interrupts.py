@@ -40,6 +40,7 @@ class SigintHeld:
 
     def _hold(self, number: int, frame: Any) -> None:
         if self._arrived and self._handler is not None:
+            _signal.signal(SIGINT, self._handler)  # it may raise before the body began, or in `__exit__`
             self._handler(number, frame)
         self._arrived = True
 
@@ -87,12 +88,11 @@ class Swapped(ABC):
         try:
             self._undo()
         finally:
-            self._ended = True
-            if self._previous is not None:
-                if _signal.getsignal(SIGINT) == self._hold:  # not one that the body has left there
-                    _signal.signal(SIGINT, self._previous)
-                if self._arrived:
-                    _signal.raise_signal(SIGINT)
+            if self._previous is not None and _signal.getsignal(SIGINT) == self._hold:
+                _signal.signal(SIGINT, self._previous)  # not if the body has left another there
+            self._ended = True  # not before: until here a SIGINT would end this method
+            if self._previous is not None and self._arrived:
+                _signal.raise_signal(SIGINT)
 
     def _undo(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,12 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if re.fullmatch(r"[-+]?0\d+", str(node.value)):
+            where = f"line {node.start_mark.line + 1}"
+            raise yaml.YAMLError(f"{where} has {node.value}, an octal number in YAML: write it without the 0")
+        return super().construct_yaml_int(node)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, yaml.Node] = {}
         for key, value in node.value:
@@ -46,6 +53,9 @@ class _Loader(yaml.SafeLoader):
                 self.repeated(key.value, earlier, later)
             seen[str(key.value)] = value
         return super().construct_mapping(node, deep)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load_yaml(text: str, repeated: Repeated | None = None) -> Any:

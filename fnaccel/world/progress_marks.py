@@ -160,21 +160,23 @@ class within(ContextDecorator):  # noqa: N801 - a context, read as a word
         enter(*self._before)
 
 
-def waiting(items: Iterator[T], phase: str = "data") -> Iterator[T]:
-    """The items. The phase is `phase` while one is waited for."""
-    waits = within(phase)
-    try:
-        while True:
-            with waits:
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
-            yield item
-    finally:
-        close = getattr(items, "close", None)
-        if close is not None:
-            close()
+class waiting(Iterator[T]):  # noqa: N801 - a function, read as a word
+    """The items. The phase is `phase` while one is waited for.
+
+    No generator: one that is dropped runs its `finally`, and Python swallows a Ctrl-C in it.
+    """
+
+    def __init__(self, items: Iterator[T], phase: str = "data") -> None:
+        self._items = items
+        self._waits = within(phase)
+
+    def __next__(self) -> T:
+        with self._waits:
+            return next(self._items)
+
+    def close(self) -> None:
+        """Close the items, if they can be closed."""
+        getattr(self._items, "close", lambda: None)()
 
 
 class listening(AbstractContextManager[None]):  # noqa: N801 - a context, read as a word

@@ -23,7 +23,7 @@ from fnaccel.errors import (
     TreeMismatchError,
 )
 from fnaccel.world import world
-from fnaccel.world.world import start
+from fnaccel.world.world import current, start
 from tests.checkpoint.training import batch, make
 
 CALLS = ("make_directory", "write", "sync", "rename", "remove")
@@ -242,3 +242,16 @@ def out_of_step():
 
 def test_ranks_in_different_parts_of_a_save_say_so(pools):
     assert pools.run(2, out_of_step) == [["first", "first"]] * 2
+
+
+def saves_elsewhere(folder):
+    rank = current().rank
+    path = fa.save(folder / str(rank), {"x": torch.ones(2)}, step=1)
+    saving = fa.save_async(folder / str(rank), {"x": torch.ones(2)}, step=2)
+    return [str(path), str(saving.wait())]
+
+
+def test_ranks_that_give_other_folders_get_the_path_that_was_written(pools, tmp_path):
+    first, second = pools.run(2, saves_elsewhere, tmp_path)
+    assert first == second
+    assert all((tmp_path / path / "manifest.json").is_file() for path in first)

@@ -138,3 +138,14 @@ def test_a_reader_that_has_seen_enough(tmp_path):
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("fnaccel checkpoint")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("head", [b"", b'{"format": "fnaccel-checkpoint"'])
+def test_a_sparse_manifest_is_not_read_into_memory(tmp_path, capsys, head):
+    path = tmp_path / "step-0000000001" / "manifest.json"
+    path.parent.mkdir()
+    path.write_bytes(head)
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    assert inspect(tmp_path) == 2
+    assert "is no JSON" in capsys.readouterr().err

@@ -184,3 +184,26 @@ def test_the_documented_command_works(tmp_path, monkeypatch):
         for text in ("[jsonl,wandb]", "jsonl")
     ]
     assert list(itertools.chain(*(field.values() for field in fields))) == [["jsonl", "wandb"], "jsonl"]
+
+
+REFUSED = {
+    "nan": ("optimizer: {lr: .nan, schedule: warmup_cosine}", "the rate of an optimizer is nan"),
+    "infinity": ("optimizer: {lr: .inf}", "the rate of an optimizer is inf"),
+    "a pattern's": ("optimizer: {by_pattern: {'*': {lr: .inf}}}", "the rate of an optimizer is inf"),
+    "octal": ("run: {steps: 010}", "line 1 has 010, an octal number in YAML"),
+    "factors": ("strategy: " + " * ".join(["ddp()"] * 20_000), "is no strategy"),
+    "brackets": ("strategy: " + "(" * 20_000 + "ddp()" + ")" * 20_000, "is no strategy"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_config_validate_refuses(tmp_path, capsys, kind):
+    text, said = REFUSED[kind]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert main(["config", "validate", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err) < 1_000
+    with pytest.raises(ArgumentError):
+        fa.sgd(float("inf"))

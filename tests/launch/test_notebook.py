@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -331,3 +333,22 @@ def test_threads_that_a_fork_loses_are_refused(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     with pytest.raises(LaunchError, match="computes with 8 threads"):
         fa.notebook_launch(int, processes=1, cpu=True, threads=2)
+
+
+def test_a_report_that_a_full_disk_has_cut_off_counts_as_none(monkeypatch, capfd):
+    """The error of the rank is shown, in the place of an error about its report."""
+    write = Path.write_bytes
+
+    def full(self, data):
+        write(self, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fails():
+        raise KeyError("of the user")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(LaunchError, match="the ranks ended with exit code 1"):
+        fa.debug_launch(fails, processes=1)
+    said = capfd.readouterr().err
+    assert "KeyError: 'of the user'" in said
+    assert "No space" not in said

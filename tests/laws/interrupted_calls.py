@@ -258,6 +258,8 @@ def interrupt(
                     case.wrong.append(f"{type(error).__name__} in the place of the interrupt: {error}")
             if not torch.equal(generator, torch.random.get_rng_state()):
                 case.wrong.append("torch's generator")
+            if signals > 0 and interrupter.left:
+                case.wrong.append("a handler of SIGINT stays")
     return Outcome(case.kind, interrupter.place, case.wrong), interrupter.lines
 
 

@@ -114,6 +114,7 @@ class Interrupter:
         self.signals = signals
         self.lines = 0
         self.place = ""
+        self.left = False  # whether another handler of SIGINT is there at the end
 
     def __enter__(self) -> Interrupter:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a pool's ranks ignore it
@@ -122,6 +123,7 @@ class Interrupter:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        self.left = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:

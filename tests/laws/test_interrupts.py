@@ -73,3 +73,10 @@ def test_law_15_holds_where_init_takes_the_modules(pools, kind):
     (outcomes,) = pools.run(1, interrupt_call, "init of a built module", kind, -30, 1, 2)
     assert len(outcomes) == 31
     assert not [outcome for outcome in outcomes if outcome.wrong]
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize(("call", "last"), [("evaluate(ema=True)", 90), ("init of a built module", 40)])
+def test_no_handler_of_sigint_stays(pools, call, last, signals):
+    (outcomes,) = pools.run(1, interrupt_call, call, "local", -last, 1, signals)
+    assert not [outcome for outcome in outcomes if outcome.wrong]

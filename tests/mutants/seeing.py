@@ -35,6 +35,11 @@ MUTANTS = [
         (MEASURES, "-k", "three_forwards"),
     ),
     Mutant(
+        "a Ctrl-C at the end of a swap leaves its handler", "world/interrupts.py",
+        "        try:\n            self._undo()\n", "        try:\n            self._undo()\n            self._ended = True\n",
+        ("tests/laws/test_interrupts.py", "-k", "no_handler and evaluate and 1"),
+    ),
+    Mutant(
         "gradients cleared before memory is explained", "program/update_guard.py",
         "        explain_out_of_memory(error, instance.named_tensors)", "        instance.engine.drop_pass()\n        explain_out_of_memory(error, instance.named_tensors)", (MEASURES, "-k", "earlier_micro"),
     ),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
 import fnaccel as fa
-from fnaccel.world.progress_marks import NOW, PHASES, listening
+from fnaccel.world.progress_marks import NOW, PHASES, listening, waiting
+from tests.laws.interrupts import Interrupter
 from tests.tiny_models import batch_of, loss_fn, program
 
 
@@ -88,3 +91,15 @@ def test_an_error_ends_the_phase():
     with pytest.raises(ValueError, match="of the loss"):
         train_step(train_step.init(), batch_of(4))
     assert NOW.phase == "outside"
+
+
+def test_batches_that_are_dropped_run_no_line_in_which_python_would_swallow_a_ctrl_c():
+    before = signal.getsignal(signal.SIGINT)
+    batches = waiting(iter([1, 2, 3]))
+    assert next(batches) == 1
+    try:
+        with Interrupter(None) as interrupter:
+            del batches
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert interrupter.lines == 0

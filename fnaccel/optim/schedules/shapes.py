@@ -364,11 +364,11 @@ def as_schedule(lr: Rate) -> Schedule:
     """A schedule of a number or of a callable.
 
     Raises:
-        ArgumentError: it is neither, or a negative number.
+        ArgumentError: it is neither, or a number that is negative or not finite.
     """
     if callable(lr):
         return lr
-    if isinstance(lr, int | float) and not isinstance(lr, bool) and lr >= 0:
+    if isinstance(lr, int | float) and not isinstance(lr, bool) and 0 <= lr < math.inf:
         return constant(float(lr))
     raise ArgumentError(
         f"a learning rate is a number or a function of updates, not {lr!r}",
