@@ -81,13 +81,13 @@ def traceable(optimizers: Optimizers) -> bool:
 
 @attrs.define
 class _Part:
-    """One optimizer, the name of its rate in the metrics, its leaves, the schedule of each of its groups."""
+    """One optimizer, the name of its rate in the metrics, its leaves, name and schedule of each group."""
 
     rate: str
     bound: Bound
     indices: tuple[int, ...]
     base: Callable[[Any], Any]
-    own: tuple[Callable[[Any], Any] | None, ...]
+    own: tuple[tuple[str, Callable[[Any], Any] | None], ...]
     whole: bool
     starts: int
     waits: bool = False
@@ -138,7 +138,8 @@ class Updater:
             )
         _check_slots(binding.slots, members, optimizer)
         self.slots.update(binding.slots)
-        own, whole = tuple(group.lr for group in groups), len(indices) == len(leaves)
+        own = tuple((f"{rate}/{group.name}", group.lr) for group in groups)
+        whole = len(indices) == len(leaves)
         self._parts.append(_Part(rate, binding, tuple(indices), optimizer.lr, own, whole, optimizer.starts))
 
     def apply(
@@ -178,7 +179,9 @@ class Updater:
             part.waits = waits = bool(part.starts and since < 0)
             base = 0.0 if waits else self._rate(part.base, since)
             reported[part.rate] = base
-            rates.append([base if waits or own is None else self._rate(own, since) for own in part.own])
+            rates.append([base if waits or own is None else self._rate(own, since) for _, own in part.own])
+            named = zip(part.own, rates[-1], strict=True)
+            reported.update({name: rate for (name, own), rate in named if own is not None})
         return reported, rates
 
     def as_tensors(self, rates: list[list[Any]]) -> list[list[torch.Tensor]]:

@@ -16,7 +16,7 @@ from fnaccel.loop.progress import open_bar, show_metrics
 from fnaccel.loop.tracking import Track, as_tracking, of_rank
 from fnaccel.track.log import Log, Options
 from fnaccel.track.registry import check_names, names_of
-from fnaccel.track.tracker import Artifacts, Media, Ranks, Tracker
+from fnaccel.track.tracker import Ranks, Tracker
 from fnaccel.world.world import World, current
 
 _LOG = "run.log of fa.tracked"
@@ -57,8 +57,8 @@ class TrackedRun:
         >>> with fa.tracked("jsonl") as run:
         ...     for state, metrics in fa.scan(train_step, state, fa.shard(loader), track=run):
         ...         pass
-        >>> len(fa.track.read_jsonl("runs/metrics.jsonl"))
-        4
+        >>> [sorted(record["config"]) for record in fa.track.read_jsonl("runs/metrics.jsonl")[:2]]
+        [[], ['environment', 'plan']]
     """
 
     in_loop = True  # each tracker of the run has its own thread
@@ -90,7 +90,8 @@ class TrackedRun:
         return dict(self._log.failures)
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Do nothing: the run was started by `fa.tracked`."""
+        """Give the plan and the environment of `fa.scan` to trackers that `fa.tracked` has started."""
+        self._log.call("add_config", config)
 
     @overload
     def log(self, step: int, metrics: Mapping[str, Any], *, options: Options | None = None) -> None: ...
@@ -145,20 +146,20 @@ class TrackedRun:
         """Do nothing: the run ends with the `with` block."""
 
     def log_images(self, step: int, name: str, images: object) -> None:
-        """Show images on each tracker that is a `fnaccel.track.Media`."""
-        self._log.call(Media, "log_images", step, name, images)
+        """Show images on each tracker that has this method."""
+        self._log.call("log_images", step, name, images)
 
     def log_figure(self, step: int, name: str, figure: object) -> None:
-        """Show a figure of matplotlib on each tracker that is a `fnaccel.track.Media`."""
-        self._log.call(Media, "log_figure", step, name, figure)
+        """Show a figure of matplotlib on each tracker that has this method."""
+        self._log.call("log_figure", step, name, figure)
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Show a table on each tracker that is a `fnaccel.track.Media`."""
-        self._log.call(Media, "log_table", step, name, columns, rows)
+        """Show a table on each tracker that has this method."""
+        self._log.call("log_table", step, name, columns, rows)
 
     def log_artifact(self, path: str | Path, name: str | None = None) -> None:
-        """Keep a file on each tracker that is a `fnaccel.track.Artifacts`."""
-        self._log.call(Artifacts, "log_artifact", path, name)
+        """Keep a file on each tracker that has this method."""
+        self._log.call("log_artifact", path, name)
 
     def close(self) -> None:
         """Write the remaining metrics and end the trackers."""

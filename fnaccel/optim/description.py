@@ -42,7 +42,7 @@ class Group:
     """Parameters that share options, the schedule of their rate (None: the optimizer's), its first value.
 
     `over` are the ranks that together hold the parameters, over which the norm of a whole tensor is added up.
-    None if each rank holds all.
+    None if each rank holds all. `name` is the selection of a group with its own rate.
     """
 
     members: tuple[Member, ...]
@@ -50,6 +50,7 @@ class Group:
     lr: Schedule | None
     first_rate: float
     over: MeshAxis | None = None
+    name: str = ""
 
 
 class Bound(Protocol):
@@ -235,11 +236,13 @@ def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf], over: MeshAxis | 
         sorted_leaves.setdefault(key, []).append(Member(index, leaf))
     groups: list[Group] = []
     for (which, *_), members in sorted_leaves.items():
-        extra = dict(optimizer.groups[which][1]) if which >= 0 else {}
+        select, options = optimizer.groups[which] if which >= 0 else ("", ())
+        extra = dict(options)
         extra.pop("optional", None)
         lr = extra.pop("lr", None)
+        name = "" if lr is None else select if isinstance(select, str) else selector_name(select)
         first = _first_rate(lr or optimizer.lr, optimizer.name)
-        groups.append(Group(tuple(members), {**dict(optimizer.options), **extra}, lr, first, over))
+        groups.append(Group(tuple(members), {**dict(optimizer.options), **extra}, lr, first, over, name))
     return groups
 
 

@@ -169,7 +169,8 @@ class PureOptimizers:
             options: dict[str, Any] = group.options
             fixed = [name for name in base if options[name] != base[name]]
             schedule = optimizer.lr if group.lr is None else group.lr
-            common = rate, schedule, group.lr is None, [indices[i] for i in places], _leaves_of(group)
+            name = f"{rate}/{group.name}" if group.name else rate
+            common = name, schedule, group.lr is None, [indices[i] for i in places], _leaves_of(group)
             self._rules.append(_Rule(*common, optimizer.kernel.parts(options), fixed))
             self._watch(rate, schedule)
             if options.get("weight_decay") == 0 and "weight_decay" not in fixed:

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping
 import attrs
 from torch import nn
 
+from fnaccel import _torch
+from fnaccel.engine.engine import Layout
+from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.models._torch import BatchNorm
 from fnaccel.models.building import has_factories
 from fnaccel.models.gradient_hooks import hook_notes
@@ -71,6 +74,16 @@ def _shard_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> list[No
     if shards is None or cut:
         return []
     return shard_notes(modules, degrees, shards.reshard_after_forward, shards.dims)
+
+
+def parameter_count(layout: Layout) -> Note:
+    """A note of the number of parameters: all, those trained, those on this rank. Ranks do not compare it."""
+    values = layout.parameters.values()
+    counts = [sum(value.numel() for value in values), sum(leaf.shown.numel() for leaf in layout.leaves)]
+    own = "a runtime keeps them"
+    if not any(isinstance(value, Remote) for value in values):
+        own = f"{sum(_torch.local_of(value).numel() for value in values):,} on this rank"
+    return Note(f"{counts[0]:,} parameters, {counts[1]:,} trained, {own}")
 
 
 def with_notes(plan: Plan, notes: Iterable[Note]) -> Plan:

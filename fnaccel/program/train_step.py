@@ -22,7 +22,7 @@ from fnaccel.program.launcher_flags import choose
 from fnaccel.program.lent_models import LentModels
 from fnaccel.program.lower import Lowered
 from fnaccel.program.model_access import ModelAccess
-from fnaccel.program.model_notes import warn_of, with_notes
+from fnaccel.program.model_notes import parameter_count, warn_of, with_notes
 from fnaccel.program.plan import Plan, compare
 from fnaccel.program.planned import mesh_of, planned
 from fnaccel.program.probe import probe_first
@@ -79,12 +79,14 @@ class TrainStep(ModelAccess):
 
     @property
     def plan(self) -> Plan:
-        """The plan of a call, in order. Print it. `init` adds notes about the modules.
+        """The plan of a call, in order. Print it. `init` adds notes about the modules, and counts parameters.
 
         So does the first update if the graph of the loss does not show whether its total is one, and one of
         a bare loss whose ranks or micro-batches differ in rows.
         """
         plan, check = self._owner.plan, self._lowered.loss.check
+        if self._owner.built is not None:
+            plan = with_notes(plan, [parameter_count(self._owner.built.engine.layout)])
         notes = filter(None, (check.note, check.uneven))
         return attrs.evolve(plan, notes=(*plan.notes, *notes))
 

@@ -89,6 +89,7 @@ class ReportTracker:
         """Begin the log, or go on with it."""
         self._steps = 0
         self._log.start(config)
+        self.add_config = self._log.add_config
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics to the log."""

@@ -154,7 +154,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     log = _Log()
     for record in records_of(Path(path)):
         if "config" in record:
-            log.begin(record["config"])
+            log.begin(record["config"], more=record.get("more") is True)
         else:
             log.add(record, str(path))
     if log.last is None:
@@ -183,10 +183,10 @@ class _Log:
         self.last: tuple[int, float] | None = None
         self._began = False
 
-    def begin(self, config: dict[str, Any]) -> None:
-        """Take the first line of a run."""
-        self.config = config or self.config
-        self._began = True
+    def begin(self, config: dict[str, Any], *, more: bool) -> None:
+        """Take the first line of a run, or more of its config."""
+        self.config = {**self.config, **config} if more else config or self.config
+        self._began = self._began or not more
 
     def add(self, record: dict[str, Any], where: str) -> None:
         """Take the line of a step."""

@@ -77,7 +77,8 @@ class DVCLiveTracker(LibraryTracker):
         live = self._at(step, "log")
         numbers, texts = self._numbers_and_texts(metrics)
         for name, value in {**numbers, **texts}.items():
-            live.log_metric(name, value, **options)
+            beside = name.partition("/")[0] in metrics  # a number "lr" of its tree is no branch of "lr/bias"
+            live.log_metric(name.replace("/", ".") if beside else name, value, **options)
         live.sync()
 
     def _writer(self) -> Callable[..., Any]:

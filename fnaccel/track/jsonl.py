@@ -1,9 +1,9 @@
 """Metrics as lines of JSON in a file: no dependency, no server, readable while the run goes on.
 
-One object a line. `{"time": ..., "config": {...}}` begins a run, `{"step": ..., "time": ..., "loss": ...}`
-is a step, and time is in seconds since 1970. JSON has no NaN: a number that is not finite is `"NaN"`,
-`"Infinity"` or `"-Infinity"`. Strict readers take these strings and `read_jsonl` turns them back, so a text
-in a metric that is one of these words is read as the number.
+One object a line. `{"time": ..., "config": {...}}` begins a run (with `"more": true` it adds to the config),
+`{"step": ..., "time": ..., "loss": ...}` is a step, and time is in seconds since 1970. JSON has no NaN: a
+number that is not finite is `"NaN"`, `"Infinity"` or `"-Infinity"`. Strict readers take these strings and
+`read_jsonl` turns them back, so a text in a metric that is one of these words is read as the number.
 """
 
 from __future__ import annotations
@@ -99,6 +99,10 @@ class JsonlTracker:
         if end and os.pread(self._file, 1, end - 1) != b"\n":
             os.write(self._file, b"\n")
         self._write({"time": time.time(), "config": dict(config)})
+
+    def add_config(self, config: Mapping[str, Any]) -> None:
+        """Write further entries of the config, in a line with `"more": true`."""
+        self._write({"time": time.time(), "config": dict(config), "more": True})
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step's line: numbers, text, None and lists of these. Others are named in a warning.

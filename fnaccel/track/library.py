@@ -68,6 +68,10 @@ class LibraryTracker:
         self._started("log_options")
         return own_options(self._writer()) - _GIVEN
 
+    def add_config(self: Any, config: Mapping[str, Any]) -> None:
+        """Show further entries of the config after `start`, as text."""
+        self.log(0, {name: str(value) for name, value in config.items()})
+
     def _writer(self) -> Callable[..., Any]:
         """The function of the library that writes numbers."""
         return self._run.log

@@ -114,14 +114,14 @@ class Log:
             self._left_out.warn(name, why)
         self._pass_on(wait=False)
 
-    def call(self, ability: type, method: str, *args: Any) -> None:
-        """Call a method of all trackers that have an ability. Their errors are logged.
+    def call(self, method: str, *args: Any) -> None:
+        """Call a method of all trackers that have it. Their errors are logged.
 
         The metrics of earlier steps are written first, because some libraries refuse a step that goes back.
         """
         self._pass_on(wait=True)
         for each in self._open:
-            if isinstance(each.tracker, ability):
+            if hasattr(each.tracker, method):
                 each.show(method, *args)
 
     def _pass_on(self, *, wait: bool) -> None:

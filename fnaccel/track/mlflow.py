@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ class MLflowTracker(LibraryTracker):
         """
         client = self._client("log")
         numbers, texts = self._numbers_and_texts(metrics)
-        if numbers:
+        if numbers:  # MLflow refuses names with other characters, such as the patterns of groups
+            numbers = {re.sub(r"[^\w/.: -]", "_", name): value for name, value in numbers.items()}
             self._mlflow.log_metrics(numbers, step=step, run_id=self._id, **options)
         for name, text in texts.items():
             client.log_text(self._id, text, f"{name}/{step}.txt")

@@ -72,7 +72,11 @@ class WandbTracker(LibraryTracker):
             self._run = self._wandb.init(config=dict(config), name=self._named(self._name), **self.options)
         else:
             self._run = self._wandb.run
-            self._run.config.update(dict(config), allow_val_change=True)
+            self.add_config(config)
+
+    def add_config(self, config: Mapping[str, Any]) -> None:
+        """Add entries to the config of the run."""
+        self._run.config.update(dict(config), allow_val_change=True)
 
     def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
         """Send one step's metrics.

@@ -64,6 +64,19 @@ MUTANTS = [
         "takes_tensors = False", (VALUES, "-k", "keep_their_order"),
     ),
     Mutant(
+        "an open run without the plan", "loop/tracked.py", 'self._log.call("add_config", config)', "pass",
+        (VALUES, "-k", "open_run"),
+    ),
+    Mutant(
+        "more of a config that counts as a restart", "seeing/runs.py", "self._began = self._began or not more",
+        "self._began = True", (VALUES, "-k", "open_run"),
+    ),
+    Mutant(
+        "the rate of an optimizer under the names of its groups", "engine/updater.py",
+        "reported.update({name: rate for (name, own)", "reported.update({name: base for (name, own)",
+        ("tests/optim/test_several.py", "-k", "rates_of_groups and local"),
+    ),
+    Mutant(
         "options of a call for each tracker", "track/log.py", "if name in names for key", "for key",
         (VALUES, "-k", "tracker_of_that_name"),
     ),

@@ -102,6 +102,16 @@ def test_optimizers_of_one_class_are_numbered(world):
     assert (metrics["lr/sgd.0"], metrics["lr/sgd.1"]) == (0.1, 0.2)
 
 
+@pytest.mark.parametrize("strategy", ["local", "fsdp"])
+def test_rates_of_groups_are_metrics(pools, strategy):
+    groups = [("out*", {"lr": 0.3}), (is_matrix, {"lr": RATE}), ("*", {"weight_decay": 0.5})]
+    for _, metrics in pools.run(
+        1 if strategy == "local" else 2, train, fa.adamw(0.01, groups=groups), strategy
+    ):
+        rates = {name: value for name, value in metrics.items() if name.startswith("lr")}
+        assert rates == {"lr": 0.01, "lr/out*": 0.3, "lr/is_matrix": pytest.approx(RATE(3))}
+
+
 def test_several_models(world):
     def of_both(models, batch):
         first, second = loss_fn(models["a"], batch), loss_fn(models["b"], batch)

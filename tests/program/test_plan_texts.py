@@ -125,3 +125,24 @@ def test_options_given_as_a_set_have_one_order():
     text = str(program(strategy=fa.fsdp(units={"Net", "Block", "Linear"})).plan)
     assert "units={'Block', 'Linear', 'Net'}" in text
     assert errors.as_names({"c", "a", "b"}) == ("a", "b", "c")
+
+
+def counts_of(strategy, twice=False):
+    train_step = program(strategy=strategy, frozen="out*")
+    assert "parameters, " not in str(train_step.plan)
+    for _ in range(1 + twice):
+        train_step.init(seed=0)  # ranks compare plans here, and hold parts of other sizes
+    [line] = [line for line in str(train_step.plan).splitlines() if " parameters, " in line]
+    params = train_step.init(seed=0).params
+    own = sum(getattr(value, "_local_tensor", value).numel() for value in params.values())
+    return line, own, sum(value.numel() for value in params.values())
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("local", 1), ("ddp", 2), ("fsdp", 2)])
+def test_the_plan_after_init_counts_parameters(pools, strategy, ranks):
+    found = pools.run(ranks, counts_of, strategy, True)
+    for line, own, every in found:
+        assert line.startswith(f"  note: {every} parameters, ")
+        assert line.endswith(f" trained, {own} on this rank")
+        assert int(line.split("parameters, ")[1].split()[0]) < every
+    assert (sum(own for _, own, _ in found) == found[0][2]) == (strategy != "ddp")

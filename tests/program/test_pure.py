@@ -235,6 +235,17 @@ def test_rates_of_several_optimizers():
     update(update.init(), BATCHES[0], lr=0.5)
 
 
+def test_rates_of_groups_have_the_names_of_a_train_step():
+    """The rate of the first group was reported as that of the optimizer."""
+    train_step = program(loss_fn, fa.sgd(0.1, groups={"*bias": {"lr": 0.2}, "inp*": {"lr": 0.3}}), model=Wide)
+    update = fa.pure(train_step)
+    _, metrics = train_step(train_step.init(), BATCHES[0])
+    _, pure = update(update.init(), BATCHES[0])
+    for found in (metrics, pure):
+        rates = {name: float(value) for name, value in found.items() if name.startswith("lr")}
+        assert rates == pytest.approx({"lr": 0.1, "lr/*bias": 0.2, "lr/inp*": 0.3})
+
+
 def test_parameters_of_several_models_have_the_names_of_gradients():
     def decays(grads, own, info):
         assert grads.keys() <= info.params.keys()

@@ -41,7 +41,8 @@ class Written:
     artifact: str | None = None
 
     def add(self, name, step, value):
-        values, value = (self.texts, value) if name == "note" else (self.metrics, float(value))
+        is_text = name in ("note", "plan", "environment")
+        values, value = (self.texts, value) if is_text else (self.metrics, float(value))
         values.setdefault(name, {})[int(step)] = value
 
 
@@ -70,7 +71,8 @@ def read_jsonl(folder):
     first, *rest = map(json.loads, (folder / "logs" / "metrics.jsonl").read_text().splitlines())
     written.config = flat(first["config"])
     for record in rest:
-        for name in record.keys() - {"step", "time"}:
+        written.config |= flat(record.pop("config", {}))
+        for name in record.keys() - {"step", "time", "more"}:
             written.add(name, record["step"], record[name])
     return written
 
@@ -137,7 +139,9 @@ def read_wandb(folder):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "run":
-            written.config = flat(wandb_named(record.run.config.update))
+            written.config |= flat(wandb_named(record.run.config.update))
+        if record.WhichOneof("record_type") == "config":
+            written.config |= flat(wandb_named(record.config.update))
         if record.WhichOneof("record_type") == "artifact":
             entry = record.artifact.manifest.contents[0]
             if entry.path == "notes.txt":
@@ -206,7 +210,7 @@ def _read_aim(folder):
             text = sequence.values.values_list()[0].data
             if sequence.name == "note":
                 written.add("note", sequence.values.sparse_list()[0][0], text)
-            else:
+            elif sequence.name == "words":
                 written.table = text
     written.artifact = (folder / "logs" / "aim_artifacts" / run_hash / "notes.txt").read_text()
     return written

@@ -36,13 +36,16 @@ def compare(name, folder, abilities, digits=None):
     digits = 7 if name == "tensorboard" else digits  # its files hold fp32
     written = READERS[name](folder)
     first, *rows = map(json.loads, (folder / "expected.jsonl").read_text().splitlines())
-    records = [row for row in rows if "note" not in row]
+    added, *records = [row for row in rows if "note" not in row]
+    assert {"plan", "environment"} == added["config"].keys()
     assert first["config"] == CONFIG
     assert len(records) == real_run.STEPS
     names = {"loss", "weight", "grad_norm", "lr"}
     expected = {key: {each["step"]: each[key] for each in records} for key in names}
     expected["eval/width"] = {2: 2.0}
-    assert written.texts == {"note": {2: TEXT}}
+    assert written.texts["note"] == {2: TEXT}
+    assert written.texts.keys() - {"plan", "environment"} == {"note"}
+    assert name not in ("jsonl", "wandb") or "train step of" in written.config["plan"]
     if digits is None:
         assert written.metrics == expected
     assert written.metrics.keys() == expected.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 
 import fnaccel as fa
 from fnaccel.errors import ArgumentError, UnknownNameError
+from fnaccel.seeing.runs import read_run
+from fnaccel.track import DVCLiveTracker, MLflowTracker, read_jsonl
 from fnaccel.track import log as log_module
-from fnaccel.track import read_jsonl
 from fnaccel.track.fetcher import Fetcher
 from tests.tiny_models import program
 from tests.track.test_failing import shards
@@ -271,3 +273,53 @@ def test_a_rank_without_trackers_knows_their_names():
         run.log(1, {"a": 1.0}, options={"jsonl": {"a": 1}})
         with pytest.raises(UnknownNameError):
             run.log(1, {"a": 1.0}, options={"jsnl": {}})
+
+
+# -- what fa.scan knows of a run that is open --------------------------------------------------------------------
+
+
+class Told(Kept):
+    """A tracker that takes more of the config after `start`."""
+
+    def add_config(self, config):
+        self.said.append(("config", dict(config)))
+
+
+def test_scan_gives_an_open_run_the_plan_and_the_environment(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    plain, told, train_step = Kept(), Told(), program()
+    track = fa.Tracking(
+        "jsonl", "tensorboard", plain, told, config={"lr": 0.5}, report="page.html", directory="a"
+    )
+    with fa.tracked(track) as run:
+        run.log(3, {"baseline": 0.5})
+        for _ in fa.scan(train_step, train_step.init(), shards(), steps=1, track=run):
+            pass
+    assert [row[0] for row in plain.said[:3]] == ["start", 3, 1]
+    _, (_, config) = [row for row in told.said if row[0] in ("start", "config")]
+    assert (config["plan"], config["environment"]["ranks"]) == (str(train_step.plan), "1")
+    first, _, more, *_ = read_jsonl("a/logs/metrics.jsonl")
+    assert (first["config"], more["config"], more["more"]) == ({"lr": 0.5}, config, True)
+    shown = EventAccumulator("a/logs").Reload().Tensors("plan/text_summary")
+    assert [text.tensor_proto.string_val[0].decode() for text in shown] == [config["plan"]]
+    found = read_run("page.jsonl")
+    assert (found.config, found.restarts) == ({"lr": 0.5, **config}, ())
+    assert "train step of" in (folder / "page.html").read_text()
+
+
+def test_names_of_patterns_reach_mlflow_and_dvclive():
+    """MLflow takes few characters in a name, and DVCLive keeps a tree in which `lr` is a number."""
+    written = {}
+    mlflow = SimpleNamespace(
+        MlflowClient=SimpleNamespace, log_metrics=lambda numbers, **_: written.update(mlflow=numbers)
+    )
+    live = SimpleNamespace(log_metric=lambda name, value: written.update({name: value}), sync=lambda: None)
+    metrics = {"lr": 0.1, "lr/[ab]*bias": 0.2}
+    first, second = MLflowTracker(), DVCLiveTracker()
+    first._mlflow, first._run = mlflow, SimpleNamespace(info=SimpleNamespace(run_id="0"))
+    second._run = live
+    first.log(1, metrics)
+    second.log(1, {**metrics, "eval/loss": 0.5})
+    assert written.pop("mlflow") == {"lr": 0.1, "lr/_ab__bias": 0.2}
+    assert written == {"lr": 0.1, "lr.[ab]*bias": 0.2, "eval/loss": 0.5}
