@@ -298,13 +298,18 @@ def first_screen(measured: Measured) -> str:
                 *(_peer_cell(rows[peer]) if peer in rows else "" for peer in columns),
             ]
         )
+    return grid(["", "fnaccel", *columns], lines)
+
+
+def first_screen_caption(measured: Measured) -> str:
+    """The machines, versions and commands behind the README's table, for the page of the benchmarks."""
     sources = dict.fromkeys(line.source for line in SCREEN)
     results = [measured[name] for name in sources if name in measured]
     note = (
         "One step, on CPUs. In brackets: fnaccel / peer, below 1 is faster, and its range over rounds if "
         "there is one. fnaccel's AdamW is PyTorch's fused kernel, and the peers' is PyTorch's default."
     )
-    return f"{grid(['', 'fnaccel', *columns], lines)}\n\n{caption(results, note)}"
+    return caption(results, note)
 
 
 def _peer_cell(row: Record) -> str:
@@ -314,6 +319,7 @@ def _peer_cell(row: Record) -> str:
 
 BLOCKS: dict[str, Callable[[Measured], str]] = {
     "first_screen": first_screen,
+    "first_screen_caption": first_screen_caption,
     "choice": choice,
     "growth": growth,
     "step_overhead": _full("step_overhead", r"^(?!step of \d+ |slope)"),

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return 128 + signal.SIGPIPE
     except FnaccelError as error:
-        _complain(type(error).__name__, str(error))
+        complain(error)
     except OSError as error:
         _drop_output()
         file = "" if error.filename is None else f" ({error.filename})"
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno == errno.EMFILE:
             fix = "raise the limit of open files of a process: ulimit -n 4096"
         what = f"{error.strerror or error}{file}"
-        _complain(type(error).__name__, f"{what}\n  where: fnaccel {words[0]}\n  fix: {fix}")
+        complain(type(error)(f"{what}\n  where: fnaccel {words[0]}\n  fix: {fix}"))
     return 2
 
 
@@ -112,9 +112,10 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(kind: str, text: str) -> None:
-    # names in a hostile checkpoint may contain control characters of a terminal
-    print(f"{kind}: {printable(text, keep=chr(10))}", file=sys.stderr)
+def complain(*errors: Exception) -> None:
+    """Print errors. Names in a hostile checkpoint may contain control characters of a terminal."""
+    for error in errors:
+        print(f"{type(error).__name__}: {printable(str(error), keep=chr(10))}", file=sys.stderr)
 
 
 def _usage() -> str:

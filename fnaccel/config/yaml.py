@@ -118,8 +118,12 @@ def _plain_value(value: object, path: str) -> Any:
     return _plain(value, path) if attrs.has(type(value)) else dump(value, path)
 
 
-def from_yaml(source: str | Path) -> Recipe:
+def from_yaml(source: str | Path, mistakes: list[FnaccelError] | None = None) -> Recipe:
     """A recipe from YAML text or from a file (a `Path`, or a string that ends in .yaml or .yml).
+
+    Args:
+        source: the text or the file.
+        mistakes: a list that takes all mistakes in keys and values. Without it the first one raises.
 
     Raises:
         ConfigError: no such file, no mapping, a key that is unknown (the nearest is named), or a
@@ -141,30 +145,37 @@ def from_yaml(source: str | Path) -> Recipe:
         raise ConfigError(
             f"this is not YAML: {' '.join(str(error).split())}", where=where, fix="correct the line it names"
         ) from error
-    return read(plain, where)
+    return read(plain, where, mistakes)
 
 
-def read(plain: Any, where: str) -> Recipe:
+def read(plain: Any, where: str, mistakes: list[FnaccelError] | None = None) -> Recipe:
     """A recipe from plain dicts and values.
 
     Raises:
         ConfigError: as `from_yaml`.
     """
-    _check_keys(plain, Recipe, where)
-    try:
-        return _converter().structure(plain, Recipe)
-    except Exception as error:
-        inner = _mistake_in(error)
-        if inner is not None:
-            raise inner from error
-        from cattrs import transform_error  # noqa: PLC0415 - slow to import
+    found: list[FnaccelError] = [] if mistakes is None else mistakes
+    known = _known(plain, Recipe, where, found)
+    for key in [*known]:  # one by one: a mistake in one section hides none of another
+        try:
+            _converter().structure({key: known[key]}, Recipe)
+        except Exception as error:
+            found.append(_mistake_in(error) or _wrong_kind(error, where))
+            del known[key]
+    if mistakes is None and found:
+        raise found[0]
+    return _converter().structure(known, Recipe)
 
-        problems = "; ".join(transform_error(error, path="recipe", format_exception=_described))
-        raise ConfigError(
-            f"a value is of the wrong kind: {problems}",
-            where=where,
-            fix="see fnaccel.config.Recipe for the kinds",
-        ) from error
+
+def _wrong_kind(error: Exception, where: str) -> ConfigError:
+    from cattrs import transform_error  # noqa: PLC0415 - slow to import
+
+    problems = "; ".join(transform_error(error, path="recipe", format_exception=_described))
+    return ConfigError(
+        f"a value is of the wrong kind: {problems}",
+        where=where,
+        fix="see fnaccel.config.Recipe for the kinds",
+    )
 
 
 def _described(error: BaseException, kind: type | None) -> str:
@@ -188,29 +199,30 @@ def _mistake_in(error: BaseException) -> FnaccelError | None:
     return next((mistake for child in inner if (mistake := _mistake_in(child)) is not None), None)
 
 
-def _check_keys(plain: Any, cls: type, where: str) -> None:
-    _check_mapping(plain, where)
+def _known(plain: Any, cls: type, where: str, mistakes: list[FnaccelError]) -> dict[str, Any]:
+    """The keys that a record has. The others are mistakes."""
     hints = get_type_hints(cls)
     names = [field.name for field in attrs.fields(cls)]
-    for key, value in plain.items():
+    known: dict[str, Any] = {}
+    for key, value in _mapping(plain, where, mistakes).items():
+        inner = f"{where}: {key}"
         if key not in names:
-            raise ConfigError(f"{cls.__name__} has no key {key!r}", where=where, fix=nearest(str(key), names))
-        if attrs.has(hints[key]):
-            _check_keys(value, hints[key], f"{where}: {key}")
+            text = f"{cls.__name__} has no key {key!r}"
+            mistakes.append(ConfigError(text, where=where, fix=nearest(str(key), names)))
+            continue
+        known[key] = _known(value, hints[key], inner, mistakes) if attrs.has(hints[key]) else value
         for kind in filter(attrs.has, get_args(hints[key])):  # a mapping of records
-            inner = f"{where}: {key}"
-            _check_mapping(value, inner)
-            for name, record in value.items():
-                _check_keys(record, kind, f"{inner}: {name}")
+            records = _mapping(value, inner, mistakes).items()
+            known[key] = {name: _known(each, kind, f"{inner}: {name}", mistakes) for name, each in records}
+    return known
 
 
-def _check_mapping(plain: Any, where: str) -> None:
-    if not isinstance(plain, dict):
-        raise ConfigError(
-            f"{where} holds {type(plain).__name__}, not keys and values",
-            where=where,
-            fix="write `key: value` lines",
-        )
+def _mapping(plain: Any, where: str, mistakes: list[FnaccelError]) -> dict[Any, Any]:
+    if isinstance(plain, dict):
+        return plain  # pyright: ignore[reportUnknownVariableType] - of the user's file
+    text = f"{where} holds {type(plain).__name__}, not keys and values"
+    mistakes.append(ConfigError(text, where=where, fix="write `key: value` lines"))
+    return {}
 
 
 def override(recipe: Recipe, overrides: dict[str, Any], where: str = "overrides") -> Recipe:

@@ -143,6 +143,7 @@ def scan(
     if plan is not None:
         saver = Saver(plan, train_step)
         taken = saver.run(taken)
+    taken = _told(taken, train_step, saver)
     shown = progress and world.is_main
     if writers or shown:
         # outermost, so that the last state is saved before a tracker ends
@@ -203,6 +204,17 @@ def _inside(context: contextlib.AbstractContextManager[Any], steps: Steps) -> St
     """Pass steps on inside of a context."""
     with context, contextlib.closing(steps):
         yield from steps
+
+
+def _told(steps: Steps, train_step: TrainStep, saver: Saver | None) -> Steps:
+    """Pass steps on. A Ctrl-C says after which step it came, and what was saved last."""
+    try:
+        yield from steps
+    except KeyboardInterrupt as interrupt:
+        live, saved = train_step.live_state, saver and saver.path
+        at = "in the middle of an update" if live is None else f"after step {live.step}"
+        interrupt.add_note(f"fa.scan was interrupted {at}, and saved last: {saved or 'nothing'}")
+        raise
 
 
 def _until(seconds: float, steps: Steps, world: World) -> Steps:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fnaccel.cli.config import default
-from fnaccel.cli.config.checking import check_recipe
+from fnaccel.cli.config.checking import mistakes_of
 from fnaccel.cli.launch import read
 from fnaccel.cli.main import main
 from fnaccel.config import from_yaml
@@ -42,6 +42,49 @@ def test_the_table_has_a_line_for_each_field(folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["strategy", "flag", "fsdp"]
     assert ["launch.watchdog", "default", "120.0"] in [line.split() for line in lines]
+
+
+def test_records_are_shown_by_field(folder, capsys):
+    """They were printed as `TpuVmRecipe(...)`, in 200 columns, and as such a text in JSON."""
+    (folder / "fnaccel.yaml").write_text(
+        "launch: {tpu_vm: {name: [a], zone: b}}\noptimizer: {by_pattern: {'*bias': {name: sgd, lr: 0.1}}}"
+    )
+    assert main(["config", "show"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Recipe(" not in "".join(lines)
+    assert ["launch.tpu_vm.zone", "fnaccel.yaml", "b"] in [line.split() for line in lines]
+    assert max(len(line) for line in lines if line.startswith("launch")) < 80
+    assert main(["config", "show", "--json"]) == 0
+    rows = {row["key"]: row["value"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["optimizer.by_pattern"]["*bias"]["name"] == "sgd"
+    assert rows["launch.sagemaker.spot"] is False
+
+
+def test_validate_lists_all_mistakes(folder, capsys):
+    (folder / "r.yaml").write_text(
+        "strategy: fdsp\nprecision: bf61\nacumulate: 2\nclip_norm: small\n"
+        "optimizer: {name: adamv, by_model: {a: {name: sdg, lrr: 1}}}\nrun: {steps: 0}\n"
+        "data: {windw: 1, prefetch: many}\ntracking: 3\nlaunch: {port: 70000}\n"
+    )
+    assert main(["config", "validate", "r.yaml"]) == 2
+    said = capsys.readouterr().err
+    for words in (
+        *(
+            "'acumulate'",
+            "'lrr'",
+            "'windw'",
+            "recipe.clip_norm",
+            "data.prefetch",
+            "steps=0",
+            "tracking holds int",
+        ),
+        *("called 'fdsp'", "called 'bf61'", "called 'adamv'", "called 'sdg'", "70000 is no port"),
+    ):
+        assert said.count(words) == 1, words
+    assert said.count("\n  where: ") == said.count("\n  fix: ") == 12
+    mistakes = []
+    assert from_yaml("r.yaml", mistakes).launch.port == 70000
+    assert len(mistakes) == 7
 
 
 def test_a_file_without_mistakes(folder, capsys):
@@ -105,7 +148,10 @@ def test_default_writes_a_file_once(folder, capsys, monkeypatch):
     ["update", "gpt.yaml"],
 ])  # fmt: skip
 def test_no_action_waits_for_torch_to_read_a_file(folder, words):
-    """torch and what it brings take seconds to import. No driver of an accelerator is here to be asked."""
+    """torch and what it brings take seconds to import. No driver of an accelerator is here to be asked.
+
+    `validate` says what it finds in the file first, and then looks for more with torch.
+    """
     (folder / "accelerate.yaml").write_text(
         "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16"
     )
@@ -122,9 +168,10 @@ def test_no_action_waits_for_torch_to_read_a_file(folder, words):
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
     )
-    assert "Traceback" not in done.stderr
-    assert done.returncode == (2 if "wrong.yaml" in words else 0)
-    assert ("no key 'acumulate'" in done.stderr) == ("wrong.yaml" in words)
+    first, _, later = done.stderr.partition("Traceback")
+    assert bool(later) == ("wrong.yaml" in words)
+    assert done.returncode == (1 if "wrong.yaml" in words else 0)
+    assert ("no key 'acumulate'" in first) == ("wrong.yaml" in words)
 
 
 @pytest.mark.parametrize(
@@ -134,4 +181,4 @@ def test_no_action_waits_for_torch_to_read_a_file(folder, words):
 def test_defaults_for_machines(count, bf16, plan, precision):
     recipe = from_yaml(default.default_text(count, bf16=bf16))
     assert (recipe.strategy, recipe.precision, recipe.launch.ranks) == (plan, precision, max(1, count))
-    check_recipe(recipe)
+    assert mistakes_of(recipe) == []

@@ -149,3 +149,15 @@ def test_a_sparse_manifest_is_not_read_into_memory(tmp_path, capsys, head):
         file.truncate(1 << 40)
     assert inspect(tmp_path) == 2
     assert "is no JSON" in capsys.readouterr().err
+
+
+def test_a_folder_of_checkpoints_names_them(root, capsys):
+    (root.parent / "empty").mkdir()
+    (root / "step-0000000002").rename(root.parent / "step-0000000002")
+    assert inspect(root.parent) == 0  # it is a root of some
+    (root.parent / "step-0000000002").rename(root / "step-0000000002")
+    capsys.readouterr()
+    assert inspect(root.parent) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"fix: give {root}\n")
+    assert "found: empty, own" in said

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnaccel.cli.config.checking import check_recipe
+from fnaccel.cli.config.checking import mistakes_of
 from fnaccel.config import from_yaml, to_yaml
 from fnaccel.config.questions import Machine, Question, next_question, recipe_of
 from fnaccel.errors import ConfigError
@@ -61,7 +61,7 @@ def test_any_answers_give_a_recipe_that_can_run(data):
             raw = TEXTS.get(question.name, "x" if question.required else "")
         answers[question.name] = question.parse(raw)
     recipe = recipe_of(machine, answers)
-    check_recipe(recipe)
+    assert mistakes_of(recipe) == []
     assert from_yaml(to_yaml(recipe)) == recipe
 
 

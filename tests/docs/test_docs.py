@@ -9,7 +9,9 @@ import contextlib
 import doctest
 import inspect
 import io
+import os
 import re
+import subprocess
 import sys
 import types
 
@@ -116,13 +118,33 @@ def test_the_plan_in_the_readme_is_the_plan(tmp_path, monkeypatch):
     for language, _, code, _ in blocks(page):
         if language == "python":
             exec(compile(code, str(page), "exec"), names)
-            if "world" in names:
+            if "print(train_step.plan)" in code:
                 break
     try:
         for wanted, found in zip(shown.splitlines(), str(names["train_step"].plan).splitlines(), strict=True):
             assert found.startswith(wanted.removesuffix(" ...)").rstrip()), (wanted, found)
     finally:
         names["world"].close()
+
+
+def test_the_second_program_of_the_readme_is_a_file(tmp_path):
+    """It is complete, 25 lines at most, and its last line is the one that the page shows."""
+    programs = [code for lang, _, code, _ in _all_blocks(ROOT / "README.md") if lang == "python"]
+    shown = next(code for lang, _, code, _ in _all_blocks(ROOT / "README.md") if lang == "text")
+    assert len(programs[1].splitlines()) <= 25
+    (tmp_path / "train.py").write_text(programs[1])
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == shown.splitlines()[-1:]
+    assert "48/48" in done.stderr
+
+
+def test_the_readme_has_no_captions_of_figures():
+    """They are beside the tables in `benchmarks/README.md`."""
+    assert "<sub>" not in (ROOT / "README.md").read_text()
+    assert "Reproduce: `make bench-jax`" in (ROOT / "benchmarks" / "README.md").read_text()
 
 
 def _all_blocks(page):

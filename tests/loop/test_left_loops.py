@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
 import warnings
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
+from fnaccel.program.train_step import TrainStep
 from fnaccel.testing import RankPool
 from fnaccel.world.world import current
 from tests.tiny_models import batch_of, program
@@ -255,3 +257,23 @@ def test_a_rank_that_leaves_alone_saves_nothing(tmp_path, strategy):
     assert (error, steps) == ("", [])
     assert "not all ranks left the loop after this step" in text
     assert second == ("PeerLostError", [], [])
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_ctrl_c_says_after_which_step_and_what_was_saved(tmp_path, world, monkeypatch, saves):
+    train_step, calls = program(), itertools.count(1)
+    plain = TrainStep.__call__
+
+    def interrupted(self, state, batch, **given):
+        if next(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return plain(self, state, batch, **given)
+
+    monkeypatch.setattr(TrainStep, "__call__", interrupted)
+    save = fa.Autosave(tmp_path / "run", every=2) if saves else None
+    loop = fa.scan(train_step, train_step.init(), shards(), steps=9, save=save)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        list(loop)
+    loop.close()
+    last = tmp_path / "run" / "step-0000000002" if saves else "nothing"
+    assert raised.value.__notes__ == [f"fa.scan was interrupted after step 3, and saved last: {last}"]

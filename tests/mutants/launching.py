@@ -12,6 +12,16 @@ MUTANTS = [
         '            holder.close()', '            pass\n        holder.close()', ("tests/launch/test_job.py", "-k", "reserved_port"),
     ),
     Mutant(
+        "mistakes of one section that hide those of the next", "config/yaml.py",
+        "found.append(_mistake_in(error) or _wrong_kind(error, where))",
+        "raise (_mistake_in(error) or _wrong_kind(error, where)) from error",
+        ("tests/cli/test_config.py", "-k", "lists_all"),
+    ),
+    Mutant(
+        "a Ctrl-C that says nothing of what was saved", "loop/scanning.py", "saved = train_step.live_state, saver and saver.path",
+        "saved = train_step.live_state, None", ("tests/loop/test_left_loops.py", "-k", "ctrl_c"),
+    ),
+    Mutant(
         "launchers of two jobs meet", "launch/elastic.py", "        if not difference:\n", "        if True:\n",
         (TWO_JOBS, "-k", "launchers_of_two_jobs and contents"),
     ),

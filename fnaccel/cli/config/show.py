@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -19,9 +18,10 @@ from fnaccel.config import Recipe
 def run(arguments: Sequence[str]) -> int:
     """Print the recipe as a table, or as JSON."""
     parsed = options_of.show().parse_args(arguments)
-    sources = layers(_without(parsed, "json"), os.environ)
+    as_json = vars(parsed).pop("json")
+    sources = layers(parsed, os.environ)
     rows = sourced(check_overrides(sources), sources)
-    if parsed.json:
+    if as_json:
         print_json([dict(zip(("key", "value", "source"), row, strict=True)) for row in rows])
     else:
         print(columns([(key, source, _text(value)) for key, value, source in rows], "<<"))
@@ -40,29 +40,26 @@ def sourced(recipe: Recipe, sources: Sequence[Layer]) -> list[tuple[str, Any, st
         >>> rows[0]
         ('strategy', 'ddp', 'flag')
     """
-    fields: dict[str, Any] = {}
-    for name, value in attrs.asdict(recipe, recurse=False).items():
-        if attrs.has(type(value)):
-            inner = attrs.asdict(value, recurse=False)
-            fields |= {f"{name}.{key}": each for key, each in inner.items()}
-        else:
-            fields[name] = value
-    return [(key, value, _source(key, sources)) for key, value in fields.items()]
+    return [(key, value, _source(key, sources)) for key, value in _fields(recipe, "")]
+
+
+def _fields(record: Any, parent: str) -> Iterator[tuple[str, Any]]:
+    for name, plain in attrs.asdict(record).items():
+        value, key = getattr(record, name), f"{parent}{name}"
+        yield from _fields(value, f"{key}.") if attrs.has(type(value)) else [(key, plain)]
 
 
 def _source(key: str, sources: Sequence[Layer]) -> str:
-    """The last source that sets a field, or a part of it: `launch.env.A` sets `launch.env`."""
+    """The last source that sets a field, a part of it (`launch.env.A` sets `launch.env`), or its section."""
     names = [
         source.source
         for source in sources
-        if any(field == key or field.startswith(f"{key}.") for field in source.fields)
+        for field, value in source.fields.items()
+        if f"{field}.".startswith(f"{key}.")
+        or (key[: len(field) + 1] == f"{field}." and key[len(field) + 1 :] in value)
     ]
     return names[-1] if names else "default"
 
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _without(parsed: argparse.Namespace, name: str) -> argparse.Namespace:
-    return argparse.Namespace(**{key: value for key, value in vars(parsed).items() if key != name})

@@ -19,6 +19,7 @@ from fnaccel.interchange.sources.deepspeed import find_tag, open_deepspeed
 from fnaccel.interchange.sources.fnaccel_files import is_own, open_own
 from fnaccel.interchange.sources.safetensors_files import is_index, open_safetensors, suffixes_of
 from fnaccel.interchange.sources.torch_files import SUFFIXES, open_torch, torch_indices
+from fnaccel.texts import first_of
 
 Format = Literal["accelerate", "dcp", "deepspeed", "fnaccel", "safetensors", "torch"]
 FORMATS = get_args(Format)
@@ -152,10 +153,11 @@ def detect(path: Path) -> str:
         present = (
             path.name if path.is_file() else ", ".join(sorted(file.name for file in path.iterdir())[:20])
         )
+        inside = [str(each) for each in sorted(path.glob("*/")) if is_own(each)]
         raise CheckpointError(
             f"this is no checkpoint of a known format ({', '.join(FORMATS)}); found: {present or 'nothing'}",
             where=f"reading {path}",
-            fix="give the file or directory that holds the weights",
+            fix=f"give {first_of(inside) or 'the file or directory that holds the weights'}",
         )
     return form
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fnaccel.cli.config.checking import check_recipe
+from fnaccel.cli.config.checking import mistakes_of
 from fnaccel.config.importing import import_file
 from fnaccel.errors import ConfigError
 
@@ -105,7 +105,7 @@ def test_a_file_of_its_tests_is_imported(name, tmp_path):
     strategy, fields = BECAME[name]
     assert result.recipe.strategy == strategy
     assert fields.items() <= result.fields.items()
-    check_recipe(result.recipe)
+    assert mistakes_of(result.recipe) == []
     assert [row.key for row in result.rows if row.why.startswith("unknown")] == UNKNOWN.get(name, [])
     assert [row.key for row in result.rows if row.value == "twice"] == TWICE.get(name, [])
 

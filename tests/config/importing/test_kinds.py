@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import fnaccel as fa
-from fnaccel.cli.config.checking import check_recipe
+from fnaccel.cli.config.checking import mistakes_of
 from fnaccel.cli.main import main
 from fnaccel.config.importing import commented, deepspeed_file, import_file, parse
 from fnaccel.config.importing.draft import leaves_of
@@ -96,7 +96,7 @@ def test_each_key_has_one_row_and_the_recipe_is_valid(path, tmp_path):
     assert [key for key in keys if ": " not in key] == list(leaves), "the rest are keys of a DeepSpeed file"
     assert all(row.why and row.became for row in imported.rows)
     assert not [row.key for row in imported.rows if row.why.startswith("unknown")]
-    check_recipe(imported.recipe)
+    assert mistakes_of(imported.recipe) == []
     text = commented(imported, path.name)
     written = tmp_path / "fnaccel.yaml"
     written.write_text(text)
