@@ -23,6 +23,7 @@ from fnaccel.step.html_table import folded, table
 from fnaccel.texts import size_of
 from fnaccel.tree import Tree
 from fnaccel.world.devices import run_recorded
+from fnaccel.world.every_rank import outside_inference
 
 
 @attrs.frozen
@@ -474,6 +475,7 @@ def _kill(value: Tree) -> None:
         dict.__setitem__(value, "donated", None)
 
 
+@outside_inference
 def snapshot(state: TrainState) -> TrainState:
     """An independent copy of a state, on the same devices. It survives any number of steps.
 

@@ -16,11 +16,13 @@ from fnaccel.interchange.targets import check_exportable, modules_of
 from fnaccel.state import TrainState
 from fnaccel.step.choices import DtypeName
 from fnaccel.tree import Tree
+from fnaccel.world.every_rank import outside_inference
 from fnaccel.world.world import World
 
 _WHERE = "fa.interchange.gather_state_dict"
 
 
+@outside_inference
 def gather_state_dict(
     state: Tree,
     *,

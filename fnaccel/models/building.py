@@ -289,6 +289,19 @@ def freeze(built: Built, patterns: tuple[str, ...]) -> None:
             named[name].requires_grad_(False)
 
 
+def check_sparse(built: Built) -> None:
+    """Raise CapabilityError for a trained embedding with sparse gradients."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [each.weight for each in built.host.modules() if isinstance(each, kinds) and each.sparse]
+    for name, param in built.named("parameters"):
+        if param.requires_grad and any(param is weight for weight in sparse):
+            raise CapabilityError(
+                f"{name} has sparse gradients (sparse=True), which this optimizer or strategy can't take",
+                where="train_step.init",
+                fix="sparse=False; or fa.optim.from_torch(torch.optim.SGD, lr=...) on local() or ddp()",
+            )
+
+
 def check_memory(built: Built) -> None:
     """Raise ArgumentError for a trained parameter whose elements share memory: no update could part them."""
     for name, param in built.named("parameters"):

@@ -233,6 +233,13 @@ def _explained(cls: type[Any], groups: Sequence[Group]) -> Generator[None]:
     try:
         yield
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
+        if issubclass(cls, torch.optim.SparseAdam):
+            raise CapabilityError(
+                "torch.optim.SparseAdam takes sparse gradients only, and a train step tries each optimizer "
+                "with dense ones",
+                where="fa.optim.from_torch",
+                fix="nn.Embedding(..., sparse=False) and fa.adam(lr), whose moments decay in each update",
+            ) from error
         raise CapabilityError(
             f"{named(cls)} can't update these parameters: {str(error).splitlines()[0]}",
             where="fa.optim.from_torch",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+from fnaccel.engine.updater import Optimizers
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models._torch import cast_floats
-from fnaccel.models.building import Built, check_memory, check_patched, freeze, release
+from fnaccel.models.building import Built, check_memory, check_patched, check_sparse, freeze, release
 from fnaccel.models.constant_buffers import check_not_trained
 from fnaccel.models.gradient_hooks import check_hooks_run, count_hooks
 from fnaccel.models.note import Note
+from fnaccel.optim.foreign import TorchKernel
+from fnaccel.optim.several import optimizers_of
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.instance import Instance
 from fnaccel.program.lower import Lowered
@@ -38,6 +43,14 @@ def assemble(
         if trains:
             check_not_trained(built.modules, spec.frozen)
             check_memory(built)
+            kernels = [
+                each.kernel
+                for update in cast("Optimizers", spec.optimizers or {}).values()
+                for each in optimizers_of(update)
+            ]
+            foreign = any(isinstance(kernel, TorchKernel) for kernel in kernels)
+            if not foreign or "dp_shard" in spec.mesh.degrees:
+                check_sparse(built)
             if settings.captured:
                 check_hooks_run(built.modules, captured=True, shards=False)
         if trains and not any(p.requires_grad for _, p in built.named("parameters")):

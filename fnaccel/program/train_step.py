@@ -35,7 +35,7 @@ from fnaccel.step.step import StepLike
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
-from fnaccel.world.every_rank import every_rank
+from fnaccel.world.every_rank import every_rank, outside_inference
 from fnaccel.world.flags import take_for_steps
 from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.progress_marks import within
@@ -132,6 +132,7 @@ class TrainStep(ModelAccess):
         self._owner.notice = notice
 
     @every_rank
+    @outside_inference
     @within("init")
     def init(self, seed: int = 0, *, extras: Tree = None) -> TrainState:
         """Build the model, shard it, make all optimizer state, and lease the first state.

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fnaccel.world.calls import CallLog
@@ -46,6 +47,19 @@ def every_rank_of(namespace: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return run
 
     return decorate
+
+
+def outside_inference(fn: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: `fn` leaves `torch.inference_mode()`, whose tensors can't be trained."""
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return fn(*args, **kwargs)
+        with torch.inference_mode(False):
+            return fn(*args, **kwargs)
+
+    return run
 
 
 def outer_call(world: World | None, function: str) -> str:

@@ -52,6 +52,11 @@ def distributed_twice():
     fa.distribute(fa.distribute(Net, "local"), "local")
 
 
+def sparse(optimizer, strategy="local"):
+    layers = {"emb": nn.Embedding(7, 3, sparse=True), "out": nn.Linear(3, 1)}
+    return program(model=lambda: nn.ModuleDict(layers), optimizer=optimizer, strategy=strategy)
+
+
 # (class, what it says, its fix, how it comes about)
 TABLE = [
     (errors.AxisProductError, "the world has 1", "start one process|use degree", lambda: program(strategy="ddp(3)")),
@@ -77,6 +82,11 @@ TABLE = [
      lambda: program(fa.compile(loss_fn, "loss"), strategy="fsdp")),
     (errors.NotCompiledError, "found no blocks", "scope='loss'",
      lambda: program(fa.compile(loss_fn, "block"), model=lambda: nn.Linear(3, 1)).init()),
+    (errors.CapabilityError, "emb.weight has sparse gradients", "sparse=False", lambda: sparse(fa.adamw(0.1)).init()),
+    (errors.CapabilityError, "emb.weight has sparse gradients", "sparse=False",
+     lambda: sparse(fa.optim.from_torch(torch.optim.SGD, lr=0.1), "fsdp").init()),
+    (errors.CapabilityError, "SparseAdam takes sparse gradients only", "sparse=False.*fa.adam",
+     lambda: sparse(fa.optim.from_torch(torch.optim.SparseAdam, lr=0.1)).init()),
     (errors.ArgumentError, "over 0 micro-batches", "1 or more", lambda: fa.accumulate(loss_fn, 0)),
     (errors.ArgumentError, "which can't be called", "function", lambda: fa.with_weight(loss_fn, 3)),
     (errors.ArgumentError, "not int", "loss function itself", lambda: fa.clip_norm(3, 1.0)),

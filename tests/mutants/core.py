@@ -120,6 +120,10 @@ MUTANTS = [
         "        inner.forward = module.dynamo_ctx(inner.forward)\n", "", ("tests/models/test_models.py", "-k", "in_its_factory"),
     ),
     Mutant(
+        "a state of inference tensors", "world/every_rank.py",
+        "        with torch.inference_mode(False):\n", "        with torch.no_grad():\n", ("tests/program/test_notes.py", "-k", "inference and local and snapshots"),
+    ),
+    Mutant(
         "autocast stays on", "program/update_guard.py", "restore_autocast(self.kind, self.autocast)", "pass",
         ("tests/program/test_live_state.py", "-k", "autocast"),
     ),

@@ -1,6 +1,8 @@
-"""What an error of torch in the loss says beside its own text: rank, step, micro-batch, and the batch."""
+"""Notes of errors in the loss (rank, step, micro-batch, batch), and calls in inference mode."""
 
 from __future__ import annotations
+
+import tempfile
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 
 import fnaccel as fa
 from fnaccel.world.world import current
-from tests.tiny_models import Net, program
+from tests.tiny_models import Net, batch_of, program, whole
 
 
 def loss_of(model, batch):
@@ -82,3 +84,43 @@ def test_a_batch_of_any_object_and_its_gradient():
                 with pytest.raises(KeyError) as caught:
                     call(state, batch)
                 assert text in caught.value.__notes__[0]
+
+
+def in_inference_mode(call, strategy):
+    """The states and losses of a run whose calls beside its steps are in inference mode, or are not."""
+    found = []
+    for mode in (False, True):
+        train_step = program(strategy=strategy)
+        with torch.inference_mode(mode):
+            state = train_step.init()
+        state, _ = train_step(state, batch_of(4))
+        with torch.inference_mode(mode):
+            result = call(train_step, state)
+        made = [x for x in fa.tree.leaves(result) if isinstance(x, torch.Tensor)]
+        assert not any(x.is_inference() for x in made)
+        state, metrics = train_step(state, batch_of(4))
+        found.append([float(metrics["loss"]), [whole(x) for x in made]])
+    assert fa.tree.allclose(*found, rtol=0, atol=0)
+
+
+def snapshots(train_step, state):
+    return fa.snapshot(state)
+
+
+def gathers(train_step, state):
+    return fa.interchange.gather_state_dict(state)
+
+
+def looks(train_step, state):
+    return float(train_step.look(state, lambda model: sum(p.sum() for p in model.parameters()), whole=True))
+
+
+def exports(train_step, state):
+    with tempfile.TemporaryDirectory() as folder:
+        fa.interchange.export_hf(folder, state)
+
+
+@pytest.mark.parametrize("call", [snapshots, gathers, looks, exports])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "local"), (2, "ddp"), (2, "fsdp")])
+def test_calls_in_inference_mode_leave_it(pools, call, ranks, strategy):
+    pools.run(ranks, in_inference_mode, call, strategy)
