@@ -42,13 +42,36 @@ def attach(
         if name in namespaces.split() or importlib.util.find_spec(f"{package}.{name}") is not None:
             return load(f"{package}.{name}")  # sets the attribute
         rooms = [room for room in (namespaces + " " + hints).split() if _has(module, room, name)]
-        hint = f". Did you mean fa.{rooms[0]}.{name}?" if rooms else ""
+        hint = _did_you_mean(f"{package}.{name}", f"fa.{rooms[0]}.{name}" if rooms else "")
         raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
 
     def list_names() -> list[str]:
         return sorted({*public, *(name for name in vars(module) if name.startswith("_"))})
 
     return get, list_names, public
+
+
+_NAMES = {
+    "fnaccel.grad": "torch.func.grad of fa.pure(train_step).loss, or fa.value_and_grad(train_step)",
+    "fnaccel.jit": "fa.compile(step)",
+    "fnaccel.vmap": "torch.vmap of fa.pure(train_step)",
+    "fnaccel.tree_map": "fa.tree.map",
+    "fnaccel.optim.scale": "the rate of an optimizer: fa.optim.chain(..., lr=0.1)",
+    "Key.split": "key.fold_in(number), with a number for each use",
+    "Optimizer.init": "fa.train_step(loss_fn, model=..., optimizer=...).init(seed=0)",
+}
+"""Names of JAX and optax, and what they are called here."""
+
+
+def _did_you_mean(name: str, otherwise: str = "") -> str:
+    text = _NAMES.get(name, otherwise)
+    return f". Did you mean {text}?" if text else ""
+
+
+def absent(owner: Any, name: str) -> Any:
+    """The `__getattr__` of a class without an attribute of this name."""
+    kind = type(owner).__name__
+    raise AttributeError(f"{kind!r} object has no attribute {name!r}{_did_you_mean(f'{kind}.{name}')}")
 
 
 def load(name: str) -> ModuleType:

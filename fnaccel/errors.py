@@ -453,9 +453,9 @@ def require_counts(where: str, **counts: object) -> None:
         require(positive, f"{name}={count!r}", where, f"{name} is 1 or more, or None")
 
 
-def as_names(names: Iterable[str] | str) -> tuple[str, ...]:
-    """A tuple of names from one name or several. A set is sorted: its order differs between processes."""
-    if isinstance(names, str):
+def as_names(names: Any) -> tuple[Any, ...]:
+    """A tuple of one name (or function) or several. A set is sorted: its order differs between processes."""
+    if isinstance(names, str) or callable(names):
         return (names,)
     return tuple(sorted(names) if isinstance(names, set | frozenset) else names)
 

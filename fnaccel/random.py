@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fnaccel import _torch
+from fnaccel import _lazy, _torch
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest
 
 _WHERE = "fa.random"
@@ -66,6 +66,8 @@ class Key:
     """
 
     bits: torch.Tensor
+    if not TYPE_CHECKING:
+        __getattr__ = _lazy.absent
 
     @property
     def shape(self) -> torch.Size:

@@ -44,6 +44,11 @@ _KNOWN = (
         "keep the shape: torch.where(mask, x, 0)",
     ),
     (
+        ("a functorch transform",),
+        "the loss calls .backward() or .requires_grad_() inside of torch.func",
+        "torch.func.grad(fn)(x) in their place, which can be differentiated again",
+    ),
+    (
         ("must implement the jvp function",),
         "a forward derivative through fa.remat, or through a function of autograd without one",
         "leave fa.remat out of this step, or take vector-Jacobian products: torch.func.vjp",

@@ -119,7 +119,7 @@ def training(
     batch: Tree,
     ranks: int = 1,
     per_machine: int | None = None,
-    frozen: str | Iterable[str] = (),
+    frozen: str | Callable[..., bool] | Iterable[str | Callable[..., bool]] = (),
 ) -> TrainingEstimate:
     """The memory of one rank over a train step. Nothing is allocated, and no rank is started.
 
@@ -134,7 +134,7 @@ def training(
         batch: the rows of one rank: tensors of which only shapes and dtypes are read.
         ranks: how many ranks there would be.
         per_machine: how many of them on one machine. By default all.
-        frozen: patterns of the parameters that are not trained.
+        frozen: patterns, or functions `(name, parameter) -> bool`, of the parameters that are not trained.
 
     Raises:
         ArgumentError: a built module in the place of a factory.
@@ -239,7 +239,7 @@ def _planned(
     optimizer: OptimizerLike | None,
     ranks: int,
     per_machine: int | None,
-    frozen: str | Iterable[str],
+    frozen: str | Callable[..., bool] | Iterable[str | Callable[..., bool]],
 ) -> tuple[Chosen, Planned]:
     """The plan of a train step on ranks that do not exist, and what it is of."""
     check_ranks(ranks, f"{_WHERE}(ranks=)")

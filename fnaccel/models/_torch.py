@@ -98,3 +98,8 @@ tree_unflatten: Callable[[Sequence[Any], Any], Any] = _pytree.tree_unflatten
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, which torch's stubs leave without a type. (2.9 to 2.13)"""
     return function.apply(*args)
+
+
+def break_graph(text: str) -> None:
+    """End the graph that torch.compile traces. Its error, if it needs one graph, has the text. (2.13)"""
+    torch._dynamo.graph_break(text)

@@ -19,7 +19,8 @@ from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, neare
 from fnaccel.models.blocks import NamedUnits
 from fnaccel.models.constant_buffers import constant_weights
 from fnaccel.models.meta import making
-from fnaccel.models.parameter import Cut, memory_of
+from fnaccel.models.parameter import Cut, Select, memory_of, takes
+from fnaccel.step.callables import plan_text
 
 Init = Literal["seeded", "rank0", "meta"]
 
@@ -272,19 +273,20 @@ def _unwrapped(module: Any) -> nn.Module:
     return module
 
 
-def freeze(built: Built, patterns: tuple[str, ...]) -> None:
-    """Take the gradient from parameters whose canonical name matches a pattern.
+def freeze(built: Built, patterns: Iterable[Select]) -> None:
+    """Take the gradient from parameters that a selection takes by their canonical name.
 
     Raises:
-        ArgumentError: a pattern matches nothing.
+        ArgumentError: a selection takes nothing, or is none.
     """
     named = dict(built.named("parameters"))
     for pattern in patterns:
-        matched = fnmatch.filter(named, pattern)
-        if not matched and not fnmatch.filter(constant_weights(built.modules), pattern):
-            raise ArgumentError(
-                f"the pattern {pattern!r} matches no parameter", where="frozen=", fix=nearest(pattern, named)
-            )
+        matched = [name for name, param in named.items() if takes(pattern, name, param)]
+        text = plan_text(pattern)
+        if not (
+            matched or (isinstance(pattern, str) and fnmatch.filter(constant_weights(built.modules), pattern))
+        ):
+            raise ArgumentError(f"{text} matches no parameter", where="frozen=", fix=nearest(text, named))
         for name in matched:
             named[name].requires_grad_(False)
 

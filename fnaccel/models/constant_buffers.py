@@ -5,13 +5,14 @@ A train step neither copies them before its first update nor broadcasts them bef
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from fnaccel.errors import CapabilityError
+from fnaccel.models.parameter import Select, takes
 
 
 class ConstantBuffers(nn.Module):
@@ -42,12 +43,12 @@ def constant_weights(modules: Mapping[str | None, nn.Module]) -> dict[str, str]:
     }
 
 
-def check_not_trained(modules: Mapping[str | None, nn.Module], patterns: Iterable[str]) -> None:
+def check_not_trained(modules: Mapping[str | None, nn.Module], patterns: Iterable[Select]) -> None:
     """See that nobody expects constant weights to be trained.
 
     Args:
         modules: the models by key.
-        patterns: those of `frozen=`.
+        patterns: the selections of `frozen=`. A function is not asked about constant weights.
 
     Raises:
         CapabilityError: in a model with such weights all parameters take a gradient, or none does, and no
@@ -55,11 +56,11 @@ def check_not_trained(modules: Mapping[str | None, nn.Module], patterns: Iterabl
     """
     listed = tuple(patterns)
     trained = {
-        ("" if key is None else f"{key}/") + name: param.requires_grad
+        full: param.requires_grad and not _named(full, listed, param)
         for key, root in modules.items()
         for name, param in root.named_parameters()
+        for full in [name if key is None else f"{key}/{name}"]
     }
-    trained = {name: flag and not _named(name, listed) for name, flag in trained.items()}
     for key, root in modules.items():
         weights = {n: why for n, why in constant_weights({key: root}).items() if not _named(n, listed)}
         own = [flag for name, flag in trained.items() if key is None or name.startswith(f"{key}/")]
@@ -76,5 +77,5 @@ def check_not_trained(modules: Mapping[str | None, nn.Module], patterns: Iterabl
         )
 
 
-def _named(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+def _named(name: str, patterns: Iterable[Select], param: Any = None) -> bool:
+    return any(takes(each, name, param) for each in patterns if isinstance(each, str) or param is not None)

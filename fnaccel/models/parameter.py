@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,6 +10,11 @@ import attrs
 import torch
 
 from fnaccel import _torch
+from fnaccel.errors import ArgumentError
+from fnaccel.step.callables import plan_text
+
+Select = str | Callable[[str, Any], bool]
+"""A pattern of parameter names, as a shell matches them, or a function `(name, parameter) -> bool`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -83,6 +89,29 @@ class Leaf:
     def own(self, local: torch.Tensor) -> Any:
         """A local tensor laid out as the parameter itself is, such as its gradient."""
         return _torch.laid_out_as(self.param, local)
+
+
+def takes(select: Select, name: str, param: Any) -> bool:
+    """Whether a selection takes a parameter.
+
+    Raises:
+        ArgumentError: a function that gives no bool, or does not take two arguments.
+    """
+    try:
+        taken: object = fnmatch.fnmatchcase(name, select) if isinstance(select, str) else select(name, param)
+    except TypeError as error:
+        raise ArgumentError(
+            f"{plan_text(select)} can't select parameters: {error}",
+            where="the selection of parameters",
+            fix="take two arguments: lambda name, parameter: parameter.ndim == 2",
+        ) from error
+    if not isinstance(taken, bool):
+        raise ArgumentError(
+            f"{plan_text(select)} gave {taken!r} for {name!r}",
+            where="the selection of parameters",
+            fix="return True or False: lambda name, parameter: parameter.ndim == 2",
+        )
+    return taken
 
 
 def memory_of(tensor: torch.Tensor) -> Literal["dense", "gaps", "shared"]:

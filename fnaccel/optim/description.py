@@ -9,15 +9,16 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import attrs
 import torch
 
+from fnaccel import _lazy
 from fnaccel.errors import ArgumentError, ConfigError, nearest
 from fnaccel.models.parameter import Leaf, memory_of
 from fnaccel.optim.schedules import Schedule, as_schedule, constant
-from fnaccel.optim.selection import Groups, Select, choose, pairs_of, refuse_unmatched, selector_name
+from fnaccel.optim.selection import Groups, Select, choose, pairs_of, refuse_unmatched
 from fnaccel.step.callables import plan_text
 from fnaccel.step.loss import Scalar
 from fnaccel.step.spec import Spec
@@ -118,6 +119,8 @@ class Optimizer:
     kernel: Any
     elementwise: bool = True
     starts: int = 0
+    if not TYPE_CHECKING:
+        __getattr__ = _lazy.absent
 
     @property
     def traceable(self) -> bool:
@@ -157,7 +160,7 @@ class Optimizer:
         parts = [*map(plan_text, chain), f"lr={rate}"]
         if not chain:
             parts += [f"{name}={plan_text(value)}" for name, value in self.options]
-            parts += [f"{selector_name(select)}: {plan_text(dict(o))}" for select, o in self.groups]
+            parts += [f"{plan_text(select)}: {plan_text(dict(o))}" for select, o in self.groups]
         parts += [f"starts at update {self.starts}"] if self.starts else []
         return f"{self.name}({', '.join(parts)})"
 
@@ -205,7 +208,7 @@ def options_of(
             if name not in _RESERVED and name not in defaults:
                 raise ConfigError(
                     f"{where} has no option {name!r}",
-                    where=f"groups[{selector_name(select)}]",
+                    where=f"groups[{plan_text(select)}]",
                     fix=nearest(name, [*defaults, *_RESERVED]),
                 )
         converted = {k: as_schedule(v) if k == "lr" else v for k, v in options.items()}

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fnaccel.errors import ArgumentError
-from fnaccel.models.parameter import Leaf
+from fnaccel.models.parameter import Leaf, Select, takes
 from fnaccel.step.callables import plan_text
 
-Select = str | Callable[[str, Any], bool]
-"""A pattern of parameter names, as a shell matches them, or a function `(name, parameter) -> bool`."""
 Groups = Mapping[Select, Mapping[str, Any]] | Sequence[tuple[Select, Mapping[str, Any]]] | None
 """(selection, options) pairs, or a mapping of them."""
-
-
-def selector_name(select: Select) -> str:
-    """A selection in messages and plans: a pattern in quotes, a function by its name."""
-    return plan_text(select)
 
 
 def pairs_of(groups: Groups) -> list[tuple[Select, dict[str, Any]]]:
@@ -29,36 +22,9 @@ def pairs_of(groups: Groups) -> list[tuple[Select, dict[str, Any]]]:
 
 
 def choose(selections: Sequence[Select], leaf: Leaf) -> int:
-    """The index of the first selection that takes a parameter, -1 if none does.
-
-    Raises:
-        ArgumentError: a function that gives no bool.
-    """
-    for number, select in enumerate(selections):
-        if isinstance(select, str):
-            taken: object = fnmatch.fnmatchcase(leaf.name, select)
-        else:
-            taken = _asked(select, leaf)
-        if not isinstance(taken, bool):
-            raise ArgumentError(
-                f"{selector_name(select)} gave {taken!r} for {leaf.name!r}",
-                where="the selection of parameters",
-                fix="return True or False: lambda name, parameter: parameter.ndim == 2",
-            )
-        if taken:
-            return number
-    return -1
-
-
-def _asked(select: Callable[[str, Any], bool], leaf: Leaf) -> object:
-    try:
-        return select(leaf.name, leaf.shown)
-    except TypeError as error:
-        raise ArgumentError(
-            f"{selector_name(select)} can't select parameters: {error}",
-            where="the selection of parameters",
-            fix="take two arguments: lambda name, parameter: parameter.ndim == 2",
-        ) from error
+    """The index of the first selection that takes a parameter, -1 if none does. Raises as `takes`."""
+    found = (number for number, each in enumerate(selections) if takes(each, leaf.name, leaf.shown))
+    return next(found, -1)
 
 
 def refuse_unmatched(
@@ -78,7 +44,7 @@ def refuse_unmatched(
         else:
             problem = "matches no trainable parameter"
         raise ArgumentError(
-            f"{selector_name(select)} {problem}",
+            f"{plan_text(select)} {problem}",
             where=where,
             fix=_nearest_few(select, names) + ", or mark it as optional",
         )

@@ -10,7 +10,8 @@ import attrs
 from fnaccel.errors import ArgumentError, require
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Optimizer
-from fnaccel.optim.selection import Select, choose, refuse_unmatched, selector_name
+from fnaccel.optim.selection import Select, choose, refuse_unmatched
+from fnaccel.step.callables import plan_text
 from fnaccel.step.spec import Spec
 
 
@@ -65,7 +66,7 @@ class OptimizerGroups:
 
     def describe(self) -> str:
         """One line for the plan."""
-        return "; ".join(f"{selector_name(select)}: {one.describe()}" for select, one in self.members)
+        return "; ".join(f"{plan_text(select)}: {one.describe()}" for select, one in self.members)
 
 
 OptimizerLike = Optimizer | OptimizerGroups | Mapping[str, Optimizer | OptimizerGroups]
@@ -120,15 +121,15 @@ def optimizer_groups(
         )
         require(
             isinstance(optimizer, Optimizer),
-            f"the member of {selector_name(select)} is {type(optimizer).__name__}, and no optimizer",
+            f"the member of {plan_text(select)} is {type(optimizer).__name__}, and no optimizer",
             where,
-            f"({selector_name(select)}, fa.adamw(3e-4))",
+            f"({plan_text(select)}, fa.adamw(3e-4))",
         )
     selections = [select for select, _ in pairs]
     for select in optional:
         require(
             select in selections,
-            f"{selector_name(select)} is optional, and no member",
+            f"{plan_text(select)} is optional, and no member",
             where,
             "name a selection of a member",
         )

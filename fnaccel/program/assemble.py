@@ -17,6 +17,7 @@ from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.instance import Instance
 from fnaccel.program.lower import Lowered
 from fnaccel.program.model_notes import model_notes
+from fnaccel.step.callables import plan_text
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, make_engine
 from fnaccel.strategies.runtime import Delegation
@@ -56,7 +57,7 @@ def assemble(
         if trains and not any(p.requires_grad for _, p in built.named("parameters")):
             raise ArgumentError(
                 "no parameter is left to train: "
-                + (f"frozen={spec.frozen!r} names all" if spec.frozen else "none takes a gradient"),
+                + (f"frozen={plan_text(spec.frozen)} names all" if spec.frozen else "none takes a gradient"),
                 where="fa.train_step",
                 fix="freeze fewer, or pass optimizer=None for a model that is only looked at or lent",
             )

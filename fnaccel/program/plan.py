@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import CapabilityError, PlanMismatchError, RepeatedTransformError
-from fnaccel.step.callables import digest, functions_in, title
+from fnaccel.step.callables import digest, functions_in, plan_text, title
 from fnaccel.step.html_table import table
 from fnaccel.step.spec import Spec, check, plan_notes
 from fnaccel.step.step import Phase, Step, Transform
@@ -161,6 +161,7 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
         ("loss", step.loss_fn),
         *((t.name, t.apply) for t in ordered if not attrs.has(type(t.apply))),
         *(pair for t in ordered for pair in functions_in(t.name, t.apply)),
+        *functions_in("frozen", spec.frozen),
         *(pair for axis in strategy.axes for pair in functions_in(type(axis).__name__, axis)),
         *(pair for one in (spec.optimizers or {}).values() for pair in functions_in(one.name, one)),
     ]
@@ -180,7 +181,7 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
     )
 
 
-def _optimizer_rows(optimizer: object, frozen: tuple[str, ...], by: str) -> list[Row]:
+def _optimizer_rows(optimizer: object, frozen: tuple[Any, ...], by: str) -> list[Row]:
     if optimizer is None:
         return [Row("UPDATE", "none", "inference only: this train step can't be called")]
     named: Any = optimizer if isinstance(optimizer, dict) else {"": optimizer}
@@ -189,7 +190,8 @@ def _optimizer_rows(optimizer: object, frozen: tuple[str, ...], by: str) -> list
         for key, description in named.items()
     ]
     if frozen:
-        rows.append(Row("UPDATE", "frozen", ", ".join(frozen)))
+        texts = [each if isinstance(each, str) else plan_text(each) for each in frozen]
+        rows.append(Row("UPDATE", "frozen", ", ".join(texts)))
     return rows
 
 

@@ -11,6 +11,7 @@ from fnaccel.collectives import gather_objects
 from fnaccel.engine.updater import by_model, check_own
 from fnaccel.errors import CapabilityError, PlanMismatchError, as_names
 from fnaccel.models.constant_buffers import check_not_trained
+from fnaccel.models.parameter import Select
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.launcher_flags import Chosen
 from fnaccel.program.lower import Lowered, lower
@@ -69,7 +70,7 @@ def planned(
     optimizer: OptimizerLike | None,
     mesh: Mesh,
     *,
-    frozen: str | Iterable[str] = (),
+    frozen: Select | Iterable[Select] = (),
     rng: Rng = "fold",
 ) -> Planned:
     """Validate the arguments of `fa.train_step` on a mesh, which need not have ranks. Raises as it does."""

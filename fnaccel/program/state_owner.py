@@ -11,10 +11,11 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from fnaccel import tree
+from fnaccel import _torch, tree
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.engine.stop_request import Notice
-from fnaccel.errors import OwnershipError, UnleasedStateError
+from fnaccel.errors import CapabilityError, OwnershipError, UnleasedStateError
+from fnaccel.models._torch import break_graph
 from fnaccel.models.note import Note
 from fnaccel.program.adopted import absorb
 from fnaccel.program.instance import Instance
@@ -37,6 +38,17 @@ from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.mesh import Mesh
 
 _HELD = "the loss takes whole parameters (fa.params)"
+
+
+def check_outside_of_func(where: str) -> None:
+    """Raise CapabilityError if torch.func or torch.compile runs a function that calls a train step."""
+    fix = "update = fa.pure(train_step) is such a function; fa.compile(step) compiles a train step"
+    if torch.compiler.is_compiling():  # a graph can't make the error: torch's own shows this text
+        break_graph(fix)
+    elif _torch.transform_now() is None:
+        return
+    what = "a train step writes to its state, and torch.func and torch.compile take functions of tensors"
+    raise CapabilityError(what, where=where, fix=fix)
 
 
 class StateOwner:
@@ -107,6 +119,7 @@ class StateOwner:
             OwnershipError: as `instance`.
             StaleStateError, UnleasedStateError, AveragedError: not the live state of this train step.
         """
+        check_outside_of_func("train_step(state, batch)")
         instance, lease = self.built or self.instance, self.lease
         if lease.live is state and not lease.averaged and not is_stale(state):
             return instance

@@ -14,6 +14,7 @@ from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.building import check_factories
+from fnaccel.models.parameter import Select
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.assemble import assemble
 from fnaccel.program.compile_meter import Compilation
@@ -26,7 +27,7 @@ from fnaccel.program.model_notes import parameter_count, warn_of, with_notes
 from fnaccel.program.plan import Plan, compare
 from fnaccel.program.planned import mesh_of, planned
 from fnaccel.program.probe import probe_first
-from fnaccel.program.state_owner import StateOwner
+from fnaccel.program.state_owner import StateOwner, check_outside_of_func
 from fnaccel.program.update import update
 from fnaccel.state import TrainState
 from fnaccel.step.html_table import table
@@ -146,6 +147,7 @@ class TrainStep(ModelAccess):
         Raises:
             NotSerializableError: `extras` holds what no checkpoint can. Nothing was built.
             PlanMismatchError: ranks hold different plans. Nothing was built.
+            CapabilityError: inside of `torch.func` or `torch.compile`, as a call of the train step.
             OwnershipError: the model is in use, or this train step holds a built module already.
 
         Example:
@@ -153,6 +155,7 @@ class TrainStep(ModelAccess):
             >>> state.extras
             {'best': 0.0}
         """
+        check_outside_of_func("train_step.init")
         if seed < 0:  # as torch.manual_seed does, so that states hold no sign
             seed += (1 << 64) - 1
         tree.learn_records(extras)
@@ -223,7 +226,8 @@ class TrainStep(ModelAccess):
 
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
-            CapabilityError: a model in `given` is cut over ranks that have different rows here.
+            CapabilityError: a model in `given` is cut over ranks that have different rows here. Or inside of
+                `torch.func` or `torch.compile`, which take `fa.pure(train_step)`.
             MicroBatchError, LossError: see there. The state stays live. At step 0 the graph of an `fa.Mean`
                 is read for a mean in the place of its total, and a cut model is compared with the whole one:
                 see `probe`.
@@ -265,7 +269,7 @@ def train_step(
     *,
     model: Distributed,
     optimizer: OptimizerLike | None,
-    frozen: str | Iterable[str] = (),
+    frozen: Select | Iterable[Select] = (),
     rng: Rng = "fold",
     world: World | None = None,
 ) -> TrainStep:
@@ -276,7 +280,7 @@ def train_step(
         model: the result of `fa.distribute`. What it and `step` leave open, flags of the launcher fill in.
         optimizer: a description such as `fa.adamw(3e-4)`, a dict of them for a dict of models, or
             None for a model that is only looked at or lent.
-        frozen: patterns of parameter names that are not trained.
+        frozen: what is not trained: patterns of parameter names, or functions `(name, parameter) -> bool`.
         rng: `"fold"` seeds each micro-batch from (seed, step, micro-batch, rank). `"stream"` leaves
             PyTorch's generators alone.
         world: the world. By default the one that `fa.start()` set.

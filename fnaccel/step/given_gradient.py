@@ -15,6 +15,8 @@ _WHERE = "fa.with_gradient(total, params, grads)"
 class _Given(torch.autograd.Function):
     """The total as it is. Its backward hands the given gradients on, times the incoming one."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(total: torch.Tensor, count: int, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
         return total.clone()
@@ -49,6 +51,8 @@ class _GivenOnce(_Given):
 
 class _Ended(torch.autograd.Function):
     """A gradient as it is. It was given, so differentiating it by the parameter raises."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -56,7 +56,7 @@ class Spec:
         model: a factory, a module, or a dict of them.
         strategy: of the model.
         optimizers: by model, or None if nothing is trained.
-        frozen: patterns of the parameters that are not trained.
+        frozen: selections of the parameters that are not trained.
         rng: the source of random numbers.
         mesh: the mesh of the ranks.
         runtime: the runtime that carries out the update, or "".
@@ -67,7 +67,7 @@ class Spec:
     strategy: Axes
     optimizers: Mapping[str | None, Update] | None
     mesh: Mesh
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str | Callable[[str, Any], bool], ...] = ()
     rng: Rng = "fold"
     runtime: str = ""
 

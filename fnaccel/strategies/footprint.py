@@ -18,7 +18,7 @@ from fnaccel.engine.updater import Updater, by_model
 from fnaccel.errors import ArgumentError, FnaccelError
 from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
-from fnaccel.models.parameter import Cut, Leaf
+from fnaccel.models.parameter import Cut, Leaf, Select
 from fnaccel.models.unknown_values import without_memory
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.strategies.ddp_buckets import bucket_bytes
@@ -179,7 +179,7 @@ def footprint(
     ranks: int,
     *,
     optimizer: OptimizerLike | None = None,
-    frozen: tuple[str, ...] = (),
+    frozen: tuple[Select, ...] = (),
 ) -> Footprint:
     """The memory and the collectives of a rank, for any number of ranks, without starting them.
 
@@ -191,7 +191,7 @@ def footprint(
         ranks: how many ranks there would be.
         optimizer: a description such as `fa.adamw(3e-4)`, or a dict of them for a dict of models. Without one
             there are no slots.
-        frozen: patterns of the parameters that are not trained.
+        frozen: patterns, or functions `(name, parameter) -> bool`, of the parameters that are not trained.
 
     Raises:
         AxisProductError: the strategy does not fit the ranks.

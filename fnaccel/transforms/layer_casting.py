@@ -6,7 +6,6 @@ stored small: an update would be lost in the rounding.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fnaccel.errors import CapabilityError, UnknownNameError, as_names, nearest, require
 from fnaccel.models.layers import Layers, check_patterns, matches
 from fnaccel.models.meta import modules_without_values
+from fnaccel.models.parameter import takes
 from fnaccel.step.chain import takes_step
 from fnaccel.step.precision_policy import dtype_of
 from fnaccel.step.spec import Spec
@@ -219,7 +219,7 @@ def _trained(spec: Spec, key: str | None, module: nn.Module) -> Callable[[str, A
     frozen = {
         param
         for name, param in module.named_parameters()
-        if any(fnmatch.fnmatchcase(prefix + name, pattern) for pattern in spec.frozen)
+        if any(takes(pattern, prefix + name, param) for pattern in spec.frozen)
     }
     return lambda _, param: spec.optimizers is not None and param.requires_grad and param not in frozen
 

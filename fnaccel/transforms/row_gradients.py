@@ -57,8 +57,8 @@ def rows_of(
         where: the name of the caller, for messages.
 
     Raises:
-        CapabilityError: a layer without gradients of rows, such as a batch norm that trains, or a complex
-            parameter.
+        CapabilityError: a layer without gradients of rows, such as a batch norm that trains, a complex
+            parameter, or a forward that replaces a buffer.
         MicroBatchError: columns of different lengths, or without rows.
     """
     if not torch.compiler.is_compiling():
@@ -102,6 +102,10 @@ def rows_of(
         grads, (totals, told, parts) = mapped(held, *some)
         if informed is not None:  # what stands there is a row inside of vmap
             informed.info = info
+        replaced = () if torch.compiler.is_compiling() else model.named_buffers()
+        for name in (name for name, value in replaced if _torch.is_mapped(value)):
+            fix = "return such a value as aux of the loss, and leave buffers as they are"
+            raise CapabilityError(f"the forward put a row's value into buffer {name!r}", where=where, fix=fix)
         kind, host = kinds
         squares = [grad.flatten(1).square().sum(1) for grad in grads.values()]
         norms = torch.stack([square.to(totals.dtype) for square in squares]).sum(0).sqrt()

@@ -6,6 +6,7 @@ up to 18 times as long for many small tensors, with a collective for each.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def norm(tree: Tree) -> torch.Tensor:
         tree: real or complex tensors, DTensors among them. Other leaves raise.
 
     Returns:
-        A 0-d tensor, equal on all ranks, in fp32 at least.
+        A 0-d tensor, equal on all ranks, in fp32 at least. fp32 numbers below 1e-22 count as 0.
 
     Raises:
         ArgumentError: a leaf is no tensor.
@@ -68,10 +69,10 @@ def scale(tree: Tree, factor: Factor) -> Tree:
 
 
 def axpy(factor: Factor, first: Tree, second: Tree) -> Tree:
-    """`factor * first + second`, for two trees of one structure and one layout.
+    """`factor * first + second`, for two trees of one structure.
 
     Raises:
-        ArgumentError: a leaf is no tensor, or two tensors have different layouts.
+        ArgumentError: a leaf is no tensor, or two sharded tensors have different layouts.
         ValueError: the structures differ.
 
     Example:
@@ -90,10 +91,12 @@ def axpy(factor: Factor, first: Tree, second: Tree) -> Tree:
 
 
 def lerp(first: Tree, second: Tree, weight: Factor) -> Tree:
-    """`first + weight * (second - first)`, for two trees of one structure and one layout.
+    """`first + weight * (second - first)`, for two trees of one structure.
+
+    Tensors of two dtypes give the one that holds both. Integers and bools give torch's default dtype.
 
     Raises:
-        ArgumentError: a leaf is no tensor, or two tensors have different layouts.
+        ArgumentError: a leaf is no tensor, or two sharded tensors have different layouts.
         ValueError: the structures differ.
 
     Example:
@@ -102,8 +105,10 @@ def lerp(first: Tree, second: Tree, weight: Factor) -> Tree:
     """
 
     def between(xs: list[torch.Tensor], ys: list[torch.Tensor]) -> list[torch.Tensor]:
-        weights = [weight.to(x.dtype) if isinstance(weight, torch.Tensor) else weight for x in xs]
-        return [torch.lerp(x, y, each) for x, y, each in zip(xs, ys, weights, strict=True)]
+        kinds = [torch.promote_types(x.dtype, y.dtype) for x, y in zip(xs, ys, strict=True)]
+        kinds = [k if k.is_floating_point or k.is_complex else torch.get_default_dtype() for k in kinds]
+        weights = [weight.to(k) if isinstance(weight, torch.Tensor) else weight for k in kinds]
+        return [torch.lerp(x.to(k), y.to(k), w) for x, y, w, k in zip(xs, ys, weights, kinds, strict=True)]
 
     return _mapped("fa.tree.lerp", between, first, second)
 
@@ -148,6 +153,7 @@ def _scaled(xs: Parts, factor: Factor) -> Parts:
 def _squares(xs: Parts) -> Parts:
     """What adds up to the sum of all squares."""
     if not _in_lists(xs):
+        xs = [x if x.is_floating_point() or x.is_complex() else x.float() for x in xs]
         return [x.abs().square().sum() for x in xs]
     norms = _torch.foreach_norm(xs)
     if len({(x.dtype, x.device) for x in norms}) > 1:
@@ -229,8 +235,10 @@ def _added(shown: list[Any], parts: list[Parts], fn: Callable[..., Parts]) -> to
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    """A number with a small dtype in fp32: a sum of many in bf16 would stop growing."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    """A small dtype in fp32 or int64: a sum of bf16 would stop growing, and a product of int8 overflow."""
+    if value.is_floating_point():
+        return value.float() if value.element_size() < 4 else value
+    return value if value.is_complex() else value.long()
 
 
 def _sum(values: Parts) -> torch.Tensor:
@@ -238,5 +246,6 @@ def _sum(values: Parts) -> torch.Tensor:
         return values[0] if values else torch.zeros(())
     kinds = {(value.dtype, value.device) for value in values}
     if len(kinds) > 1:
-        values = [value.double().to(values[0].device) for value in values]
+        kind = functools.reduce(torch.promote_types, (value.dtype for value in values))
+        values = [value.to(values[0].device, kind) for value in values]
     return torch.stack(values).sum()

@@ -75,8 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "noise of a shard as if it were whole", "transforms/per_example.py",
-        'return part_of_whole(whole, grad) if hasattr(grad, "placements") else whole',
-        'return part_of_whole(whole.flip(0), grad) if hasattr(grad, "placements") else whole',
+        'return part_of_whole(whole, grad) if hasattr(grad, "placements") else whole', 'return part_of_whole(whole.flip(0), grad) if hasattr(grad, "placements") else whole',
         (ROWS, "-k", "whole_tensor"),
     ),
     Mutant(
@@ -109,5 +108,14 @@ MUTANTS = [
     Mutant(
         "first gradients in the buckets of the second pass", "program/second_gradient.py",
         "is not None] if first.lent else []", "is not None] if False else []", (SECOND, "-k", "both_passes"),
+    ),
+    Mutant(
+        "bools and small ints that wrap in a product", "tree/arithmetic.py", "value if value.is_complex() else value.long()",
+        "value", ("tests/tree/test_tree.py", "-k", "int8"),
+    ),
+    Mutant(
+        "a frozen function that freezes nothing", "models/building.py", "if takes(pattern, name, param)]",
+        "if isinstance(pattern, str) and takes(pattern, name, param)]",
+        ("tests/program/test_names_of_jax.py", "-k", "frozen"),
     ),
 ]  # fmt: skip

@@ -235,3 +235,56 @@ def test_a_value_error_of_the_function_is_left_alone():
 def test_parts_that_differ_are_told_by_path():
     with pytest.raises(ValueError, match="tree 1 differs from tree 0: a/b is missing"):
         tree.combine({"a": {"b": None}}, {"a": {}})
+
+
+def cell(*values, dtype=None):
+    return {"a": torch.tensor(values, dtype=dtype)}
+
+
+NUMBERS = {
+    "lerp of ints": (lambda: tree.lerp(cell(0, 10), cell(4, 21), 0.5)["a"], torch.tensor([2.0, 15.5])),
+    "lerp of bools": (lambda: tree.lerp(cell(False), cell(True), 0.25)["a"], torch.tensor([0.25])),
+    "lerp of bf16 and fp32": (
+        lambda: tree.lerp(cell(0.0, dtype=torch.bfloat16), cell(1.0), torch.tensor(0.3))["a"],
+        torch.tensor([0.3]),
+    ),
+    "lerp of an int and fp64": (
+        lambda: tree.lerp(cell(1), cell(2.0, dtype=torch.float64), 0.5)["a"],
+        torch.tensor([1.5], dtype=torch.float64),
+    ),
+    "norm of bools": (lambda: tree.norm(cell(True, False, True, True, True)), torch.tensor(2.0)),
+    "norm of int8": (lambda: tree.norm(cell(-128, 96, dtype=torch.int8)), torch.tensor(160.0)),
+    "norm of large ints": (lambda: tree.norm(cell(2**33)), torch.tensor(2.0**33)),
+    "norm of ints and floats": (
+        lambda: tree.norm({"a": torch.tensor([3.0]), "b": torch.tensor([4])}),
+        torch.tensor(5.0),
+    ),
+    "norm of 1e-23 in fp64": (
+        lambda: tree.norm(cell(3e-23, 4e-23, dtype=torch.float64)),
+        torch.tensor(5e-23, dtype=torch.float64),
+    ),
+    "dot of int8": (
+        lambda: tree.dot(cell(100, dtype=torch.int8), cell(100, dtype=torch.int8)),
+        torch.tensor(10000),
+    ),
+    "dot of complex and real": (
+        lambda: tree.dot(*[{"a": torch.tensor([1 + x * 1j]), "b": torch.ones(2)} for x in (1, 2)]),
+        torch.tensor(5 + 1j),
+    ),
+}
+
+
+@pytest.mark.parametrize(("value", "expected"), NUMBERS.values(), ids=NUMBERS)
+def test_arithmetic_of_dtypes_is_that_of_numpy_and_jax(value, expected):
+    torch.testing.assert_close(value(), expected)
+
+
+@pytest.mark.parametrize("first", [torch.ones(2), torch.arange(2)], ids=["floats", "ints"])
+def test_arithmetic_of_two_dtypes_is_one_graph(first):
+    def mixed(one, other):
+        between = tree.lerp(one, other, 0.5)
+        return between["a"], tree.norm(one), tree.dot(one, other)
+
+    trees = {"a": first}, {"a": torch.ones(2, dtype=torch.bfloat16)}
+    graph = torch.compile(mixed, fullgraph=True, backend="eager")
+    torch.testing.assert_close(graph(*trees), mixed(*trees))
