@@ -49,7 +49,7 @@ GROUPS = {
     "Pytrees": [
         "tree", "tree.map", "tree.map_with_path", "tree.map_tensors", "tree.leaves", "tree.paths", "tree.items", "tree.select", "tree.flatten", "tree.unflatten",
         "tree.structure", "tree.partition", "tree.combine", "tree.cast", "tree.to", "tree.allclose", "tree.whole", "tree.register",
-        "tree.norm", "tree.dot", "tree.scale", "tree.axpy", "tree.lerp",
+        "tree.norm", "tree.dot", "tree.scale", "tree.axpy", "tree.lerp", "tree.laid_out",
     ],
     "Collectives": [
         "gather", "collectives.gather_objects", "reduce", "broadcast", "collectives.broadcast_objects", "pad_across_processes",

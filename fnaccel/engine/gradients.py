@@ -204,17 +204,17 @@ def _unlike(value: Tree, other: Any) -> str:
         return f"is {type(value).__name__}, not a tensor"
     if value.shape != other.shape:
         return f"has shape {list(value.shape)}, not {list(other.shape)}"
-    if hasattr(value, "placements") != hasattr(other, "placements"):
-        kinds = "a plain tensor", "a DTensor"
-        return "is {}, not {}".format(*(kinds if hasattr(other, "placements") else kinds[::-1]))
-    return ""
+    sharded = hasattr(value, "placements") and not hasattr(other, "placements")
+    return "is a DTensor, not a plain tensor" if sharded else ""
 
 
 def part_like(value: Any, leaf: Leaf) -> torch.Tensor:
     """This rank's part of a tensor, in the layout of a parameter. Ranks communicate if its own is another."""
     layout = getattr(leaf.shown, "placements", None) if leaf.sharded else None
     # the mean of a sharded gradient over a sharded dimension is a sum that is still to be made
-    if layout is not None and value.placements != layout:
+    if layout is not None and not hasattr(value, "placements"):
+        value = tree.laid_out(value, leaf.shown)
+    elif layout is not None and value.placements != layout:
         value = value.redistribute(leaf.shown.device_mesh, layout)
     return _torch.local_of(value)
 

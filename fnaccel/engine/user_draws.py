@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
 from fnaccel.errors import CapabilityError
-from fnaccel.models.parameter import part_of_whole
 from fnaccel.world.random_streams import fold
 
 _LIKE = (torch.rand_like, torch.randn_like, torch.randint_like)
@@ -96,7 +95,7 @@ def _drawn(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, 
     like: Any = args[0]
     whole = torch.empty(like.shape, dtype=like.dtype, device=_torch.local_of(like).device)
     whole = func(whole, *args[1:], **options)
-    part = part_of_whole(whole, like)
+    part = tree.laid_out(whole, like)
     return like.copy_(part) if func in _IN_PLACE else part
 
 

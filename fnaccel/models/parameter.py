@@ -131,10 +131,3 @@ def memory_of(tensor: torch.Tensor) -> Literal["dense", "gaps", "shared"]:
         gaps = gaps or stride > expected
         expected = stride * size
     return "gaps" if gaps and tensor.numel() else "dense"
-
-
-def part_of_whole(whole: torch.Tensor, like: Any) -> Any:
-    """This rank's part of a tensor that every rank has whole, laid out as a DTensor is."""
-    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
-
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

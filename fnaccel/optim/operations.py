@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 
 from fnaccel import _torch, tree
-from fnaccel.models.parameter import Leaf, part_of_whole
+from fnaccel.models.parameter import Leaf
 from fnaccel.world.mesh import MeshAxis
 
 Tensors = Sequence[torch.Tensor]
@@ -154,9 +154,8 @@ class _Whole:
 
     def part_at(self, place: int, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the whole tensor at a place."""
-        if not (self.leaves and self.leaves[place].sharded):
-            return whole
-        return part_of_whole(whole, self.leaves[place].shown).to_local()
+        sharded = self.leaves and self.leaves[place].sharded
+        return tree.laid_out(whole, self.leaves[place].shown).to_local() if sharded else whole
 
     def whole(self, norms: list[torch.Tensor]) -> list[torch.Tensor]:
         """The norms of whole tensors, of the norms of their parts."""

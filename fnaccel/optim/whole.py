@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fnaccel import tree
-from fnaccel.models.parameter import Leaf, part_of_whole
+from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Group
 from fnaccel.step.loss import Scalar
 
@@ -125,6 +125,4 @@ def _slot(value: Any, leaf: Leaf) -> Any:
 
 def _part(value: Any, leaf: Leaf) -> Any:
     """This rank's part of a whole slot or parameter."""
-    if not _fits(value, leaf):
-        return value
-    return part_of_whole(value, leaf.shown).to_local()
+    return tree.laid_out(value, leaf.shown).to_local() if _fits(value, leaf) else value

@@ -44,7 +44,7 @@ def absorb(instance: Instance, state: TrainState, begin: Callable[[], None]) -> 
     begin()
     with torch.no_grad():
         for target, source in pairs:
-            target.copy_(source)
+            target.copy_(tree.laid_out(source, target))
     instance.restored()
     return shown
 
@@ -118,8 +118,6 @@ def _problem(target: torch.Tensor, source: Any) -> str | None:
     if isinstance(target, Remote) or isinstance(source, Remote):
         return None  # it reads and writes whole values
     mesh, held = (getattr(tensor, "device_mesh", None) for tensor in (target, source))
-    if mesh == held:
+    if held is None or mesh == held:
         return None
-    if mesh is None:
-        return "cut over ranks, not whole"
-    return "whole, not cut over ranks" if held is None else f"cut over {held}, not over {mesh}"
+    return "cut over ranks, not whole" if mesh is None else f"cut over {held}, not over {mesh}"

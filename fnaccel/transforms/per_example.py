@@ -13,9 +13,9 @@ from typing import Any
 import attrs
 import torch
 
+from fnaccel import tree
 from fnaccel.collectives.objects import broadcast_objects
 from fnaccel.errors import ArgumentError, require
-from fnaccel.models.parameter import part_of_whole
 from fnaccel.models.parameter_values import params
 from fnaccel.step.chain import Chain, chain, takes_step
 from fnaccel.step.given_gradient import with_gradient
@@ -131,7 +131,7 @@ class Noise:
     def _like(self, grad: Any, seed: int, deviation: float | torch.Tensor) -> Any:
         generator = torch.Generator(grad.device).manual_seed(seed)
         whole = torch.randn(grad.shape, generator=generator, device=grad.device, dtype=grad.dtype) * deviation
-        return part_of_whole(whole, grad) if hasattr(grad, "placements") else whole
+        return tree.laid_out(whole, grad)
 
 
 @dataclass(frozen=True)  # compared by its fields, as a bound method is not

@@ -2,7 +2,7 @@
 
 Structure
     map map_with_path map_tensors flatten unflatten leaves structure paths items select partition combine
-    cast to allclose whole register
+    cast to allclose whole laid_out register
 
 Arithmetic
     norm dot scale axpy lerp
@@ -10,6 +10,7 @@ Arithmetic
 
 from fnaccel.tree.arithmetic import axpy as axpy
 from fnaccel.tree.arithmetic import dot as dot
+from fnaccel.tree.arithmetic import laid_out as laid_out
 from fnaccel.tree.arithmetic import lerp as lerp
 from fnaccel.tree.arithmetic import norm as norm
 from fnaccel.tree.arithmetic import scale as scale

@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "noise of a shard as if it were whole", "transforms/per_example.py",
-        'return part_of_whole(whole, grad) if hasattr(grad, "placements") else whole', 'return part_of_whole(whole.flip(0), grad) if hasattr(grad, "placements") else whole',
+        "return tree.laid_out(whole, grad)", "return tree.laid_out(whole.flip(0) if hasattr(grad, 'placements') else whole, grad)",
         (ROWS, "-k", "whole_tensor"),
     ),
     Mutant(
@@ -117,5 +117,10 @@ MUTANTS = [
         "a frozen function that freezes nothing", "models/building.py", "if takes(pattern, name, param)]",
         "if isinstance(pattern, str) and takes(pattern, name, param)]",
         ("tests/program/test_names_of_jax.py", "-k", "frozen"),
+    ),
+    Mutant(
+        "whole values of another rank's layout", "program/adopted.py", "target.copy_(tree.laid_out(source, target))",
+        "target.copy_(target if hasattr(target, 'placements') else source)",
+        ("tests/program/test_refused_adopts.py", "-k", "laid_out_in_another_way and fsdp"),
     ),
 ]  # fmt: skip

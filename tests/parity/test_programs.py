@@ -61,7 +61,6 @@ REFUSALS = [
     (("own-transform",), ("deepspeed",), LACKS, "heavy needs gradients", "choose another strategy"),
     (("lamb",), ("deepspeed",), LACKS, "DeepSpeed takes an optimizer of torch", "fa.fsdp()"),
     (("gan",), ("fsdp-captured",), LACKS, "a sharded model is lent to a step that is captured", "scope='block'"),
-    (("arithmetic",), ("deepspeed",), errors.ArgumentError, "two tensors have the layouts", "fa.tree.whole"),
 ]  # fmt: skip
 REFUSED = {(name, way): row[2:] for row in REFUSALS for name in row[0] for way in row[1]}
 
