@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import attrs
@@ -84,15 +85,7 @@ class Tail:
         """
         skip = grads.skipped()
         if self.updates:
-            after_update = Info(
-                step=info.step,
-                updates=info.updates,
-                params=info.params,
-                record=info.record,
-                skip=skip,
-                metrics=info.metrics,
-                gradients_at=info.gradients_at,
-            )
+            after_update = replace(info, skip=skip)
             with drawing():
                 for name, hook in self.updates:
                     own = hook.on_update(engine, states.get(name), after_update)

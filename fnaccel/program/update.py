@@ -12,7 +12,7 @@ import torch
 from fnaccel import tree
 from fnaccel.engine.combine import REPORTED, recorded_twice
 from fnaccel.program.lent_models import LentModels, lend
-from fnaccel.program.second_gradient import SecondGradient
+from fnaccel.program.second_gradient import gradients_at
 from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update_guard import UpdateGuard
 from fnaccel.state import TrainState, lease, scale_of, state_of
@@ -82,9 +82,7 @@ def update(
                 params=instance.by_name,
                 record=functools.partial(_record, metrics),
                 metrics=metrics,
-                gradients_at=lambda params: SecondGradient(instance, micro_batches, inputs, gradients).at(
-                    params
-                ),
+                gradients_at=functools.partial(gradients_at, instance, micro_batches, inputs, gradients),
             )
             drawing = functools.partial(instance.drawing, state.rng.root, step)
             before = tail.before_update(gradients, transforms, info, drawing)

@@ -220,9 +220,10 @@ class Info:
             as far as it is decided: gradients that are not finite come first. The state that a transform of
             yours returns is dropped if the update is skipped.
         metrics: those of this step so far: `loss`, `weight`, and those of transforms before this one.
-        gradients_at: `gradients_at(params)` returns the gradients of the same micro-batches, with the same
-            random numbers, at other values of the trained parameters: both by name. The update goes on as
-            if it had not been called, in about twice the time. A transform that calls it says
+        gradients_at: `gradients_at(params, loss=None)` returns the gradients of the same micro-batches, with
+            the same random numbers, at other values of the trained parameters: both by name. `loss` is
+            another loss function, under the same transforms. The update goes on as if it had not been
+            called, in about twice the time. A transform that calls it says
             `needs="second gradient"`, so that the plan refuses a strategy that can't.
 
     Example:
@@ -242,7 +243,7 @@ class Info:
     record: Callable[[str, Any], None]
     skip: torch.Tensor | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    gradients_at: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    gradients_at: Callable[..., dict[str, Any]] | None = None
 
 
 def _as_phase(phase: object) -> Phase:

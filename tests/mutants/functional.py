@@ -123,4 +123,8 @@ MUTANTS = [
         "target.copy_(target if hasattr(target, 'placements') else source)",
         ("tests/program/test_refused_adopts.py", "-k", "laid_out_in_another_way and fsdp"),
     ),
+    Mutant(
+        "the step's own loss in the place of another", "program/second_gradient.py", "step = Step(loss, ",
+        "step = Step(instance.spec.step.loss_fn, ", (SECOND, "-k", "two_losses and local"),
+    ),
 ]  # fmt: skip

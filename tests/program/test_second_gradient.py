@@ -168,3 +168,100 @@ def test_the_plan_refuses_a_strategy_that_cannot():
         fa.train_step(
             sam(loss_fn), model=fa.distribute(Noisy, fa.deepspeed(stage=1)), optimizer=fa.adamw(1e-3)
         )
+
+
+class Heads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(3, 6)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(6, 1) for _ in range(2))
+
+    def forward(self, x, task):
+        return self.heads[task](torch.tanh(self.body(x)))
+
+
+def task_loss(task):
+    def loss(model, batch):
+        x, y = batch
+        error = model(x, task) - (3 * y if task == 0 else 1 - 3 * y)
+        return fa.Mean(error.square().sum(), weight=len(y))
+
+    return loss
+
+
+def projected(dot, norm, first, second):
+    """PCGrad (arXiv:2001.06782) for two tasks: each gradient without its part against the other."""
+    inner = dot(first, second).clamp(max=0)
+    shares = inner / (norm(second) ** 2 + 1e-12), inner / (norm(first) ** 2 + 1e-12)
+    return {name: (1 - shares[1]) * grad + (1 - shares[0]) * second[name] for name, grad in first.items()}
+
+
+def pcgrad(grads, own, info):
+    first, second = (info.gradients_at(info.params, loss=task_loss(task)) for task in range(2))
+    return projected(fa.tree.dot, fa.tree.norm, first, second), own
+
+
+def both_losses(model, batch):
+    losses = [task_loss(task)(model, batch) for task in range(2)]
+    return fa.Mean(sum(loss.total for loss in losses), weight=losses[0].weight)
+
+
+def pcgrad_run(strategy, ranks):
+    rank, size = current().rank, 8 // ranks
+    surgery = fa.Transform("pcgrad", fa.Phase.GRADS, apply=pcgrad, needs="second gradient")
+    train_step = program(surgery(fa.accumulate(both_losses, 2)), strategy=strategy, model=Heads)
+    state = train_step.init(seed=0)
+    for call in range(3):
+        rows = tuple(part[rank * size : (rank + 1) * size] for part in batch_of(8, call))
+        state, _ = train_step(state, rows)
+    out = whole_params(state)
+    train_step.close()
+    return out
+
+
+def pcgrad_by_hand():
+    torch.manual_seed(0)
+    model = Heads()
+    params = dict(model.named_parameters())
+    conflicts = []
+
+    def flat(tree):
+        return torch.cat([value.flatten() for value in tree.values()])
+
+    for call in range(3):
+        batch, both = batch_of(8, call), []
+        for task in range(2):
+            loss = task_loss(task)(model, batch)
+            grads = torch.autograd.grad(
+                loss.total / loss.weight, list(params.values()), materialize_grads=True
+            )
+            both.append(dict(zip(params, grads, strict=True)))
+        conflicts.append(flat(both[0]) @ flat(both[1]) < 0)
+        total = projected(lambda a, b: flat(a) @ flat(b), lambda a: flat(a).norm(), *both)
+        with torch.no_grad():
+            for name, param in params.items():
+                param -= 0.1 * total[name]
+    assert any(conflicts)
+    return {name: param.detach() for name, param in params.items()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("local", 1), (fa.ddp(unused_parameters=True), 2), ("fsdp", 2)]
+)
+def test_gradients_of_two_losses_in_a_step_are_those_by_hand(pools, strategy, ranks):
+    expected = pcgrad_by_hand()
+    for params in pools.run(ranks, pcgrad_run, strategy, ranks):
+        for name, value in expected.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scope", ["loss", "step"])
+def test_another_loss_of_a_compiled_step_is_refused_by_name(scope):
+    surgery = fa.Transform("pcgrad", fa.Phase.GRADS, apply=pcgrad, needs="second gradient")
+    with fa.start():
+        step = fa.compile(surgery(both_losses), scope, backend="aot_eager")
+        train_step = program(step, model=Heads)
+        state = train_step.init(seed=0)
+        with pytest.raises(CapabilityError, match="compiles the step's loss"):
+            train_step(state, batch_of(8))
+        assert train_step.live_state is state
