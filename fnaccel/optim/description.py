@@ -243,7 +243,7 @@ def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf], over: MeshAxis | 
         extra = dict(options)
         extra.pop("optional", None)
         lr = extra.pop("lr", None)
-        name = "" if lr is None else select if isinstance(select, str) else selector_name(select)
+        name = "" if lr is None else select if isinstance(select, str) else plan_text(select)
         first = _first_rate(lr or optimizer.lr, optimizer.name)
         groups.append(Group(tuple(members), {**dict(optimizer.options), **extra}, lr, first, over, name))
     return groups
