@@ -26,7 +26,6 @@ from fnaccel.interchange.exporting import Style, dtype_in, keys_of, one_model, w
 from fnaccel.interchange.model_config import author_class
 from fnaccel.interchange.targets import check_exportable, modules_of
 from fnaccel.state import TrainState
-from fnaccel.world.every_rank import outside_inference
 from fnaccel.world.paths import local_path
 from fnaccel.world.world import World
 
@@ -36,7 +35,6 @@ _CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 
 
-@outside_inference
 def export_adapter(
     directory: str | os.PathLike[str],
     state: TrainState,

@@ -37,7 +37,6 @@ from fnaccel.state import TrainState, lease_of
 from fnaccel.step.choices import DtypeName
 from fnaccel.step.precision_policy import dtype_of
 from fnaccel.texts import bytes_in
-from fnaccel.world.every_rank import outside_inference
 from fnaccel.world.paths import local_path
 from fnaccel.world.world import World, current
 
@@ -75,7 +74,6 @@ class Style:
         return f"{'model.safetensors' if self.safetensors else 'pytorch_model.bin'}.index.json"
 
 
-@outside_inference
 def export_hf(
     directory: str | os.PathLike[str],
     source: Any,

@@ -16,13 +16,11 @@ from fnaccel.interchange.targets import check_exportable, modules_of
 from fnaccel.state import TrainState
 from fnaccel.step.choices import DtypeName
 from fnaccel.tree import Tree
-from fnaccel.world.every_rank import outside_inference
 from fnaccel.world.world import World
 
 _WHERE = "fa.interchange.gather_state_dict"
 
 
-@outside_inference
 def gather_state_dict(
     state: Tree,
     *,
@@ -80,7 +78,7 @@ def gather_state_dict(
         if known != name:  # tied: one tensor under two names
             gathered |= {name: gathered[known]} if active.is_main else {}
             continue
-        whole = tree.whole(value.detach())
+        whole = tree.whole(value).detach()
         if active.is_main:
             chosen = target if target is not None and whole.is_floating_point() else whole.dtype
             gathered[name] = whole.to("cpu", chosen, copy=True)

@@ -32,7 +32,7 @@ from fnaccel.step.loss import check_attached, check_reached, read_loss
 from fnaccel.step.settings import Compiler
 from fnaccel.texts import first_of
 from fnaccel.tree import Tree
-from fnaccel.world.progress_marks import NOW, enter
+from fnaccel.world.progress_marks import enter
 from fnaccel.world.random_streams import generators_of
 
 
@@ -231,7 +231,7 @@ class CapturedPasses:
     def backward(self, index: int, _: None) -> None:
         """Run a micro-batch's program, forward and backward."""
         self._open = False
-        NOW.micro_batch = index
+        enter("captured step", index)
         step, part = self._step, self._micro_batches[index]
         data, keep, lent_models, info = part.data, self._keeps[index], self._lent_models, self._infos[index]
         if index < len(self._micro_batches) - 1:

@@ -13,7 +13,6 @@ from fnaccel import _torch, tree
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CapabilityError
 from fnaccel.strategies._torch import mark_whole
-from fnaccel.world.every_rank import outside_inference
 from fnaccel.world.interrupts import Swapped
 
 
@@ -54,7 +53,7 @@ def whole_parameters(
     whole: dict[int, nn.Parameter] = {}  # by identity, so that tied parameters stay tied
     for _, _, param in slots:
         if id(param) not in whole:
-            full = outside_inference(tree.whole)(shown[id(param)])
+            full = tree.whole(shown[id(param)])
             whole[id(param)] = mark_whole(nn.Parameter(full, requires_grad=param.requires_grad))
     return _Shown([(slot, name, param, whole[id(param)]) for slot, name, param in slots])
 

@@ -113,7 +113,7 @@ MUTANTS = [
     ),
     Mutant(
         "an error in a captured step names another micro-batch", "program/captured_step.py",
-        "        NOW.micro_batch = index\n", "", ("tests/program/test_notes.py", "-k", "local-True-label"),
+        '        enter("captured step", index)\n', "", ("tests/program/test_notes.py", "-k", "local-True-label"),
     ),
     Mutant(
         "a compiled model of a factory runs without its compilation", "models/building.py",

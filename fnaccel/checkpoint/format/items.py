@@ -129,7 +129,7 @@ def bytes_of(block: torch.Tensor) -> memoryview:
 
 def _gathering(value: torch.Tensor, dtype: torch.dtype | None, *, keep: bool) -> Callable[[], Iterator[Any]]:
     def blocks() -> Iterator[torch.Tensor]:
-        whole = tree.whole(value.detach())  # if it is sharded, every rank takes part
+        whole = tree.whole(value).detach()  # if it is sharded, every rank takes part
         if keep and whole.numel():
             plain = whole.resolve_conj().resolve_neg()
             yield plain.to("cpu", cast_of(value.dtype, dtype)).contiguous()
