@@ -171,11 +171,8 @@ def _wrong_kind(error: Exception, where: str) -> ConfigError:
     from cattrs import transform_error  # noqa: PLC0415 - slow to import
 
     problems = "; ".join(transform_error(error, path="recipe", format_exception=_described))
-    return ConfigError(
-        f"a value is of the wrong kind: {problems}",
-        where=where,
-        fix="see fnaccel.config.Recipe for the kinds",
-    )
+    what = f"a value is of the wrong kind: {problems}"
+    return ConfigError(what, where=where, fix="see fnaccel.config.Recipe for the kinds")
 
 
 def _described(error: BaseException, kind: type | None) -> str:

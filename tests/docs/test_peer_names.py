@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pkgutil
 import re
 import runpy
 from collections import defaultdict
@@ -90,6 +92,58 @@ def _says(row: Row, command: str) -> bool:
 def test_every_name_has_a_row():
     assert sum(len(NAMES[kind]) for kind in ("objects", "flags")) > 200
     assert not missing(ROWS)
+
+
+def without_a_row(names, rows=ROWS):
+    """Names of the installed package that no row has: as a flag, or as a key of the same name."""
+    tokens = {token for row in rows for token in row.tokens}
+    return [name for name in names if not {name, name.removeprefix("--")} & tokens]
+
+
+def launch_flags():
+    """The long flags of the installed `accelerate launch`, with underscores."""
+    launch = pytest.importorskip("accelerate.commands.launch")
+    options = [action.option_strings for action in launch.launch_command_parser()._actions]
+    return {max(each, key=lambda flag: (flag.count("_"), len(flag))) for each in options if each}
+
+
+def test_every_flag_of_the_installed_parser_has_a_row():
+    flags = launch_flags()
+    assert {"--num_processes", "--use_parallelism_config"} <= flags
+    assert without_a_row(sorted(flags)) == []
+    fewer = [row for row in ROWS if "--parallelism_config_cp_size" not in row.tokens]
+    assert without_a_row(sorted(flags), fewer) == ["--parallelism_config_cp_size"]
+
+
+def test_every_command_of_the_installed_package_has_a_row():
+    commands = pytest.importorskip("accelerate.commands")
+    modules = {module.name for module in pkgutil.iter_modules(commands.__path__)}
+    parts = {
+        "estimate": "estimate-memory",
+        "merge": "merge-weights",
+        "tpu": "tpu-config",
+        "to_fsdp2": "to-fsdp2",
+    }
+    shown = [parts.get(name, name) for name in modules - {"accelerate_cli", "menu", "utils"}]
+    assert {"launch", "to-fsdp2"} <= set(shown)
+    assert [name for name in shown if not any(_says(row, name) for row in ROWS)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ParallelismConfig",
+        "TorchTensorParallelConfig",
+        "TorchContextParallelConfig",
+        "DeepSpeedSequenceParallelConfig",
+    ],
+)
+def test_every_field_of_products_has_a_row(name):
+    kind = getattr(pytest.importorskip("accelerate.utils"), name)
+    members = {each for each in dir(kind) if not each.startswith("_")} | set(
+        inspect.signature(kind).parameters
+    )
+    assert without_a_row(sorted({name, *members})) == []
 
 
 @pytest.mark.parametrize("name", ["AlignDevicesHook", "--gpu_ids", "check_reduction", "write_basic_config"])

@@ -12,6 +12,10 @@ MUTANTS = [
         '            holder.close()', '            pass\n        holder.close()', ("tests/launch/test_job.py", "-k", "reserved_port"),
     ),
     Mutant(
+        "activations whose offload is left out", "config/importing/fsdp.py", 'if draft.truth(f"{remat}_offload"):', "if False:",
+        ("tests/config/importing/test_accelerate_files.py", "-k", "refused_by_name"),
+    ),
+    Mutant(
         "mistakes of one section that hide those of the next", "config/yaml.py",
         "found.append(_mistake_in(error) or _wrong_kind(error, where))",
         "raise (_mistake_in(error) or _wrong_kind(error, where)) from error",

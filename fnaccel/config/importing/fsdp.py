@@ -28,6 +28,7 @@ _UNUSED = {
     "fsdp_ignored_modules": "needs patterns of parameter names: strategy: fsdp(ignore=('head*',))",
     "fsdp_backward_prefetch_policy": "FSDP2 always gathers one unit ahead in backward",
     "fsdp_backward_prefetch": "FSDP2 always gathers one unit ahead in backward",
+    "fsdp_activation_checkpointing_offload": "activations stay on the device",
 }
 KEYS = [
     f"{SECTION}.{name}"
@@ -57,6 +58,8 @@ def read(draft: Draft) -> tuple[dict[str, Any], str]:
     remat = f"{SECTION}.fsdp_activation_checkpointing"
     if draft.has(remat):
         draft.set(remat, "remat", draft.truth(remat), "blocks are recomputed in backward, or not")
+    if draft.truth(f"{remat}_offload"):
+        raise draft.wrong(f"{remat}_offload", "not built yet", "torch.autograd.graph.save_on_cpu in the loss")
     for key, why in _UNUSED.items():
         draft.skip(f"{SECTION}.{key}", why)
     return options, name

@@ -110,6 +110,18 @@ def test_a_file_of_its_tests_is_imported(name, tmp_path):
     assert [row.key for row in result.rows if row.value == "twice"] == TWICE.get(name, [])
 
 
+@pytest.mark.parametrize("word", ["true", "'yes'"])
+def test_offloaded_activations_are_refused_by_name(word, tmp_path):
+    text = (
+        "distributed_type: FSDP / num_processes: 1 / fsdp_config: {fsdp_activation_checkpointing_offload: %s}"
+    )
+    with pytest.raises(ConfigError, match=r"_offload: .*: not built yet") as raised:
+        imported(text % word, tmp_path)
+    assert "save_on_cpu" in raised.value.fix
+    [row] = [row for row in imported(text % "false", tmp_path).rows if row.key.endswith("_offload")]
+    assert row.why == "activations stay on the device"
+
+
 @pytest.mark.parametrize("environment", ["LOCAL_MACHINE", "AMAZON_SAGEMAKER"])
 @pytest.mark.parametrize("word", ["NO", "no", "'NO'", "No"])
 def test_no_without_quotes_is_the_word(environment, word, tmp_path):
