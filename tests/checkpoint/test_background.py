@@ -267,6 +267,7 @@ def test_what_a_manifest_says_of_its_making(tmp_path):
     with start(device="cpu"):
         step = make("local()")
         save(tmp_path, step.init(seed=0), metadata={"note": "first"})
+        plan = str(step.plan)
     found = json.loads((latest(tmp_path) / "manifest.json").read_text())
     assert found["written_by"].keys() == {
         "fnaccel",
@@ -278,5 +279,5 @@ def test_what_a_manifest_says_of_its_making(tmp_path):
         "transient_buffers",
         "git",
     }
-    assert found["written_by"]["plan"] == str(step.plan)
+    assert plan.startswith(found["written_by"]["plan"])  # which has no count of the parameters of a rank
     assert found["metadata"] == {"dict": {"note": "first"}}

@@ -34,7 +34,7 @@ CORE = [
 MOST_NAMES = 302
 """Names of the core that tenants import beside what is public. They only sink."""
 
-MOST_LINES, MOST_STATEMENTS = 78_500, 42_700
+MOST_LINES, MOST_STATEMENTS = 78_610, 42_760
 """Of the package. A change that deletes lowers them, and a capability adds the lines that its issue names."""
 
 

@@ -38,7 +38,7 @@ def start(name, folder, size, **options):
     _, step, _, failures = result.split(" ", 3)
     assert int(step) == STEPS
     lines = (folder / "expected.jsonl").read_text().splitlines()
-    assert len(lines) == 1 + STEPS, "the tracker on the other disk goes on"
+    assert len(lines) == 2 + STEPS, "the tracker on the other disk goes on"
     return json.loads(failures), done.stderr
 
 
