@@ -319,8 +319,7 @@ def whole(leaf: Any) -> Any:
     """
     if isinstance(leaf, _CONTAINERS):
         raise TypeError(f"a {type(leaf).__name__} is no leaf: fa.tree.map(fa.tree.whole, tree) gathers it")
-    # which can't detach a DTensor, and no graph can ask for
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():  # it detaches no DTensor
         return torch.inference_mode(False)(whole)(leaf)
     return leaf.detach().full_tensor() if hasattr(leaf, "full_tensor") else leaf
 
