@@ -321,7 +321,9 @@ REFUSED = {
 def test_layers_without_gradients_of_rows_are_refused_by_name(what):
     with fa.start(device="cpu"):
         train_step = program(
-            fa.per_example(squares, clip=1.0), model=lambda: torch.nn.Sequential(REFUSED[what]())
+            fa.per_example(squares, clip=1.0),
+            model=lambda: torch.nn.Sequential(REFUSED[what]()),
+            optimizer=fa.optim.from_torch(torch.optim.SGD, lr=0.1),  # which takes sparse gradients
         )
         state = train_step.init()
         with pytest.raises(errors.CapabilityError, match=what):
