@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import attrs
 
-from fnaccel import _lazy, tree
+from fnaccel import _lazy
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
@@ -158,8 +158,7 @@ class TrainStep(ModelAccess):
         check_outside_of_func("train_step.init")
         if seed < 0:  # as torch.manual_seed does, so that states hold no sign
             seed += (1 << 64) - 1
-        tree.learn_records(extras)
-        if extras is not None:
+        if extras is not None:  # the check learns their classes as well
             saving = _lazy.load("fnaccel.checkpoint.saving")
             saving.check_extras(extras, "train_step.init(extras=)", self.mesh.world)
         again = self._owner.initialised

@@ -5,10 +5,13 @@ A sample of the lines; `make soak` takes every one of them, and captured steps t
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
+from fnaccel.world.interrupts import Swapped
 from tests.laws.interrupted_calls import CALLS, SWAPS, interrupt_call
-from tests.laws.interrupts import interrupt_many
+from tests.laws.interrupts import Interrupter, interrupt_many
 
 STRIDE = 13
 
@@ -56,6 +59,7 @@ def test_law_15_holds_for_calls_that_change_the_model_for_a_while(pools, call, s
     (outcomes,) = pools.run(1, interrupt_call, call, kind, 2, stride, signals)
     assert len(outcomes) > 5
     assert not [outcome for outcome in outcomes if outcome.wrong]
+    assert call.startswith("init") or "dead" not in {outcome.kind for outcome in outcomes}
 
 
 @pytest.mark.long_except(r"evaluate")
@@ -80,3 +84,32 @@ def test_law_15_holds_where_init_takes_the_modules(pools, kind):
 def test_no_handler_of_sigint_stays(pools, call, last, signals):
     (outcomes,) = pools.run(1, interrupt_call, call, "local", -last, 1, signals)
     assert not [outcome for outcome in outcomes if outcome.wrong]
+
+
+class Other(Swapped):
+    value = "own"
+
+    def change(self):
+        self.value = "other"
+
+    def undo(self):
+        self.value = "own"
+
+
+def left_by_sigints():
+    """What a swap leaves for a SIGINT at each line of its two ends."""
+    left = []
+    with Interrupter(None) as whole, Other():
+        pass
+    for at in range(1, whole.lines + 1):
+        other = Other()
+        with contextlib.suppress(KeyboardInterrupt), Interrupter(at, 1), other:
+            pass
+        left.append(other.value)
+    return left
+
+
+def test_a_swap_is_undone_at_whatever_line_of_its_ends_a_sigint_arrives(pools):
+    (left,) = pools.run(1, left_by_sigints)
+    assert left == ["own"] * len(left)
+    assert len(left) > 10

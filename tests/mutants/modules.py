@@ -165,10 +165,6 @@ MUTANTS = [
         "return Key(_mixed(self.bits + counter))", ("tests/promises/test_random.py", "-k", "no_number_of_its_parent"),
     ),
     Mutant(
-        "a snapshot shares the tensors of the user's classes", "program/train_step.py", "        tree.learn_records(extras)\n", "",
-        ("tests/checkpoint/test_user_state.py", "-k", "a_snapshot_copies"),
-    ),
-    Mutant(
         "extras are replaced under the old lease", "state.py", "return owner.succeed(following(self, extras=extras))",
         "return following(self, extras=extras)", ("tests/checkpoint/test_user_state.py", "-k", "moves_the_lease"),
     ),
