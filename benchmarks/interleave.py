@@ -77,11 +77,11 @@ def race_steps(
     return race({name: loop.__next__ for name, loop in loops.items()}, blocks=blocks, calls=calls)
 
 
-def agree(losses: Mapping[str, Sequence[float]]) -> None:
-    """Raise if a contestant's losses are not those of fnaccel."""
+def agree(losses: Mapping[str, Sequence[float]], tolerance: float = 2e-4) -> None:
+    """Raise if a contestant's losses are not those of fnaccel, by a relative tolerance: that of fp32."""
     expected = torch.tensor(losses["fnaccel"])
     for name, theirs in losses.items():
-        if not torch.allclose(torch.tensor(theirs), expected, rtol=2e-4, atol=1e-5):
+        if not torch.allclose(torch.tensor(theirs), expected, rtol=tolerance, atol=1e-5):
             raise SystemExit(f"{name} trains something else:\n  {theirs}\nfnaccel:\n  {losses['fnaccel']}")
 
 

@@ -325,6 +325,7 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "step_overhead": _full("step_overhead", r"^(?!step of \d+ |slope)"),
     "compiled": _full("compiled", r"^(?!\d+ layers|slope)"),
     "gpu": _full("gpu", ""),
+    "gpt2": _full("gpt2", ""),
     "first_loss": _full("compiled", "first loss"),
     "jax_step": jax_step,
     "collectives": _full("collectives", r"^(?!.*leaves of \[8, 4\]$|.*slope)"),

@@ -33,10 +33,10 @@ fused_adamw_: Any = torch._fused_adamw_  # pyright: ignore[reportAttributeAccess
 assert_on_device: Any = torch._assert_async
 amp_update_scale_: Any = torch._amp_update_scale_
 profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
-# trees as torch.func takes them, such as the outputs of transformers' models
 # whether a function of torch.func runs, None if not; and whether it differentiates or maps a tensor
 transform_now: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 is_mapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+# trees as torch.func takes them, such as the outputs of transformers' models
 flatten: Callable[[Any], tuple[list[Any], Any]] = torch.utils._pytree.tree_flatten
 unflatten: Callable[[list[Any], Any], Any] = torch.utils._pytree.tree_unflatten
 on_cuda_start: Callable[[Callable[[], None]], None] = torch.cuda._lazy_call
@@ -198,19 +198,22 @@ def mend_foreach_fusion() -> None:
 _LOGGING = ("debug", "info", "warning", "error", "log", "warning_once", "info_once")
 
 
+class _LoggingFunctions(set[Any]):
+    """A set whose copy is empty: torch 2.11 sorts a copy for a log, and functions have no order."""
+
+    def __deepcopy__(self, memo: Any) -> set[Any]:
+        return set()
+
+
 def compiling(limit: int) -> Any:
     """Context in which torch.compile takes `autograd.grad`, and compiles again `limit` times. (2.11, 2.13)"""
     from torch._dynamo import config  # noqa: PLC0415 - slow to import
 
-    changes: dict[str, Any] = {"recompile_limit": limit + 2}
     # a graph can't log. Models of libraries do, and it is no reason to fail
-    for name in ("ignore_logging_functions", "ignore_logger_methods"):
-        if hasattr(config, name):
-            logger = vars(logging.Logger)
-            changes[name] = getattr(config, name) | {logger[key] for key in _LOGGING if key in logger}
-            break
-    if hasattr(config, "trace_autograd_ops"):
-        changes["trace_autograd_ops"] = True
+    name = next(n for n in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(config, n))
+    functions = getattr(config, name) | {vars(logging.Logger).get(key) for key in _LOGGING}
+    changes: dict[str, Any] = {"trace_autograd_ops": True} if can_trace_autograd() else {}
+    changes |= {"recompile_limit": limit + 2, name: _LoggingFunctions(functions - {None})}
     return config.patch(changes)
 
 
@@ -445,9 +448,8 @@ def forget_meshes() -> None:
         return
     from torch.distributed.tensor import debug  # noqa: PLC0415 - slow to import
 
-    clear: Callable[[], None] | None = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
     for name in ("clear_redistribute_planner_cache", "_gen_transform_infos"):
         cache: Any = getattr(redistribute, name, None)
@@ -458,11 +460,10 @@ def forget_meshes() -> None:
 
 def local_offset(value: Any) -> tuple[int, ...]:
     """The offset of a DTensor's local part in each dimension, also if uneven or empty. (2.13)"""
-    from torch.distributed.tensor._utils import (  # noqa: PLC0415 - slow to import
-        compute_local_shape_and_global_offset,
-    )
+    from torch.distributed.tensor import _utils  # noqa: PLC0415 - slow to import
 
-    _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    layout = (value.shape, value.device_mesh, value.placements)
+    _, offset = _utils.compute_local_shape_and_global_offset(*layout)
     return tuple(int(start) for start in offset)
 
 

@@ -73,5 +73,5 @@ def test_too_few_open_files_are_named(tmp_path, limit, code, said):
     ended = launch(tmp_path, before=f"ulimit -n {limit} &&")
     assert ended.returncode == code, ended.stderr
     assert said in ended.stderr
-    assert "ulimit -n 4096" in ended.stderr
+    assert "ulimit -n" in ended.stderr
     assert ended.stderr.count("Traceback") == (code == 1)  # that of the script
