@@ -189,9 +189,6 @@ def _carry(request: Request, carrier: str) -> int:
     """Start a job by a carrier outside of this launcher, and wait for it."""
     check_values(attrs.evolve(request.job, processes=1, min_ranks=None))
     result = plan(request, carrier)
-    if result.output:
-        print(result.output, end="" if result.output.endswith("\n") else "\n")
-        return 0
     if result.request is not None:
         return int(_lazy.load("fnaccel.launch.carriers.sagemaker").submit(result.request))
     return int(_lazy.load("fnaccel.launch.carriers.execution").execute(result, grace=request.job.grace))

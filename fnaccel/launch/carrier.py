@@ -39,8 +39,6 @@ def choose(launch: LaunchRecipe) -> str:
         "sagemaker": launch.sagemaker != SageMakerRecipe(),
         "ssh": launch.hosts.given,
         "slurm": launch.slurm,
-        "kubernetes": launch.kubernetes,
-        "ray": launch.ray,
     }
     filled = [name for name, given in sections.items() if given]
     if len(filled) > 1:

@@ -23,7 +23,7 @@ OF_A_RANK = (
 """Variables that differ from rank to rank, or that the launcher chooses."""
 RDZV_KEYS = ("join_timeout", "last_call_timeout", "keep_alive_interval")
 """Limits of the meeting of several machines, in seconds. PyTorch's agent has the same names."""
-_STARTERS = "mpirun srun sagemaker ray"
+_STARTERS = "mpirun srun sagemaker"
 """Carriers that start the ranks themselves, without fnaccel's launcher. `srun` is SLURM with `srun: rank`.
 `mpich` below is the mpirun of MPICH and of Intel MPI."""
 _MORE = "more about the processes"
@@ -153,13 +153,11 @@ class LaunchRecipe:
             imported (PYTHONPATH, TORCH_LOGS) have no effect here: set them in the shell.
         tpu: use XLA devices.
         carrier: `"local"`, `"elastic"` (several machines, the same command on each), `"mpirun"`, `"slurm"`,
-            `"ssh"`, `"pdsh"`, `"tpu"`, `"sagemaker"`, `"ray"` or `"kubernetes"`. None: the carrier whose
+            `"ssh"`, `"pdsh"`, `"tpu"` or `"sagemaker"`. None: the carrier whose
             section is filled in, else `"elastic"` for several machines, else `"local"`.
         hosts: the machines of ssh, pdsh and mpirun.
         slurm: long options of sbatch (`partition`, `account`, `time`), and `setup`: shell lines before srun.
         tpu_vm, sagemaker: a record of options each.
-        kubernetes: `image`, `namespace`, `name`, `resources`, `kind` and others: see docs/launching.md.
-        ray: arguments of Ray's ScalingConfig and RunConfig, and `address`.
         python: False: the script is a program of its own, and is not run by Python.
         numa: bind each rank to the cores and the memory of the NUMA node of its GPU.
         nccl: `"consumer"`: NCCL without peer-to-peer copies and without InfiniBand, for cards such as the
@@ -207,7 +205,7 @@ class LaunchRecipe:
     cpu: bool = option("--cpu", "compute on the CPU, whatever else there is", default=False)
     affinity: bool = option(
         "--cpu-affinity", "keep each process, and its threads, on cores of its own, in one NUMA node (Linux)",
-        default=False, refused_by="srun ray")
+        default=False, refused_by="srun")
     threads: int | None = option(
         "--threads", "of each process (default: OMP_NUM_THREADS, or a part)",
         check=at_least(1, "a process can't compute with {} threads", "--threads 1, or more"))
@@ -227,7 +225,7 @@ class LaunchRecipe:
         default=120.0, metavar="SECONDS",
         check=at_least(0, "a watchdog can't wait {:g} seconds", "--watchdog 120, or 0"))
     gpus: Any = option(
-        "--gpus", "such as 0,1 (default: all)", metavar="NUMBERS", converter=_as_cards, refused_by="ray")
+        "--gpus", "such as 0,1 (default: all)", metavar="NUMBERS", converter=_as_cards)
     env: dict[str, Any] = option(
         "--env", "a variable of the ranks. May be repeated", metavar="NAME=VALUE", repeated=True,
         default=dict, converter=_as_variables, check=_check_variables, read=_read_variables,
@@ -240,14 +238,12 @@ class LaunchRecipe:
     hosts: HostsRecipe = attrs.field(factory=HostsRecipe)
     slurm: dict[str, Any] = attrs.field(factory=dict, converter=as_slurm)
     sagemaker: SageMakerRecipe = attrs.field(factory=SageMakerRecipe)
-    kubernetes: dict[str, Any] = attrs.field(factory=dict)
-    ray: dict[str, Any] = attrs.field(factory=dict)
     python: bool = option(
         "--no-python", "the script is a program of its own, and is not run by Python",
-        default=True, group=_MORE, refused_by="ray")
+        default=True, group=_MORE)
     numa: bool = option(
         "--numa", "keep each process on the cores of the NUMA node of its GPU (Linux)",
-        default=False, group=_MORE, refused_by="srun ray")
+        default=False, group=_MORE, refused_by="srun")
     nccl: str | None = option(
         "--nccl",
         "consumer: no peer-to-peer copies, no InfiniBand (default if RTX 40 cards need it), or default",
@@ -267,7 +263,7 @@ class LaunchRecipe:
         check=rule(lambda seconds: seconds > 0, "a look each {:g} seconds", "--monitor-interval 1"))
     tee: str | None = option(
         "--tee", "write the output of each rank to rank0.log, ... and show it",
-        converter=_as_folder, metavar="FOLDER", group=_MORE, refused_by="mpich srun sagemaker ray")
+        converter=_as_folder, metavar="FOLDER", group=_MORE, refused_by="mpich srun sagemaker")
     quiet: bool = option("-q --quiet", "print failures only", default=False, group=_MORE)
     debug: bool = option("--debug", "check collectives, and show C++ stacks", default=False, group=_MORE)
     # fmt: on

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import attrs
 
-from fnaccel.errors import LaunchError, nearest
 from fnaccel.launch.job import Job
 
 
@@ -72,7 +71,6 @@ class Plan:
         commands: they run at the same time if `together`, else one after the other until one fails.
         together: whether the commands run at the same time.
         all_or_none: whether the failure of one command ends the others.
-        output: a text for another tool. If it is not empty, nothing runs: it is printed.
         request: the arguments for an SDK, or None.
     """
 
@@ -82,14 +80,11 @@ class Plan:
     commands: tuple[Command, ...] = ()
     together: bool = False
     all_or_none: bool = True
-    output: str = ""
     request: Mapping[str, Any] | None = None
 
     @property
     def text(self) -> str:
         """The output of `--dry-run`. Lines that are no command begin with `#`."""
-        if self.output:
-            return self.output
         lines = [f"# {self.carrier}: {self.summary}"]
         if self.request is not None:
             lines.append(json.dumps(self.request, indent=2))
@@ -114,14 +109,3 @@ class Carrier(Protocol):
     """
 
     def __call__(self, request: Request) -> Plan: ...  # noqa: D102 - the class says it
-
-
-def check_keys(section: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
-    """See that a section of the recipe has only keys that its carrier knows.
-
-    Raises:
-        LaunchError: another key. Names the nearest.
-    """
-    for key in section:
-        if key not in keys:
-            raise LaunchError(f"no key {key!r}", where=where, fix=nearest(key, keys))

@@ -14,7 +14,7 @@ import attrs
 from fnaccel.errors import ConfigError
 from fnaccel.launch.options import option
 
-CARRIERS = ("local", "elastic", "mpirun", "slurm", "ssh", "pdsh", "tpu", "sagemaker", "ray", "kubernetes")
+CARRIERS = ("local", "elastic", "mpirun", "slurm", "ssh", "pdsh", "tpu", "sagemaker")
 """The ways to start the processes of a job."""
 
 

@@ -19,8 +19,6 @@ launch:
   sagemaker: {role: r, profile: p, region: e, image: i, instance_type: ml.g5.xlarge, job_name: n, spot: true,
     max_wait: 100, max_run: 90, python: py312, torch: 2.6.0, transformers: 4.49.0, data_parallel: true,
     inputs_file: a.tsv, metrics_file: b.tsv, network_isolation: true, local: true, arguments: {volume_size: 3}}
-  kubernetes: {image: i, namespace: n}
-  ray: {use_gpu: true}
   role: trainer
   rdzv: {join_timeout: 30}
   monitor_interval: 0.5
@@ -71,7 +69,6 @@ NEWLINES = {
     "tpu_vm": [{"workers": "all\ntouch x"}, {"zone": "z\n"}, {"install": "a\nb"}, {"env": {"A\nB": "1"}}],
     "hosts": [{"file": "a\nb"}],
     "sagemaker": [{"job_name": "a\nb"}, {"arguments": {"a": ["b\x00"]}}],
-    "kubernetes": [{"name": "a\nb"}],
 }  # fmt: skip
 
 

@@ -47,7 +47,6 @@ NEEDS_HARDWARE = (
 
 
 CLUSTERS = {
-    "kubernetes": "kubernetes",
     "sagemaker": "sagemaker",
     "slurm": "slurm",
     "ssh_hosts": "ssh",
@@ -69,9 +68,9 @@ def test_a_recipe_of_a_cluster_starts_there(name, carrier):
     assert order.carrier == carrier
     made = plan(order.request, carrier)
     text = made.text
-    for word in ("strategy=fsdp", "--steps") if carrier in ("ssh", "slurm", "kubernetes") else ("steps",):
+    for word in ("strategy=fsdp", "--steps") if carrier in ("ssh", "slurm") else ("steps",):
         assert word in text
-    assert ("checkpoint.directory=" in text) == (carrier in ("ssh", "slurm", "kubernetes"))
+    assert ("checkpoint.directory=" in text) == (carrier in ("ssh", "slurm"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -50,9 +50,7 @@ def planned(line, **facts):
         ("--set launch.slurm.partition=gpu t.py", "slurm"),
         ("--tpu-name vm --tpu-zone z t.py", "tpu"),
         ("--set launch.sagemaker.role=r t.py", "sagemaker"),
-        ("--set launch.kubernetes.image=i t.py", "kubernetes"),
-        ("--set launch.ray.address=a t.py", "ray"),
-        ("--set launch.slurm.partition=gpu --set launch.ray.address=a --carrier ray t.py", "ray"),
+        ("--set launch.slurm.partition=gpu --set launch.sagemaker.role=r --carrier slurm t.py", "slurm"),
     ],
 )
 def test_the_fields_imply_the_carrier(line, carrier):

@@ -20,11 +20,11 @@ from fnaccel.launch.sections import CARRIERS
 FLAGS = {name: (found, kind) for name, found, kind in flags_of(LaunchRecipe)}
 SAMPLES = {int: ["3"], float: ["2.5"], str: ["a b"], bool: []}
 CHOSEN = {
-    "machines": ["2:4"], "env": ["A=b=c d"], "rdzv": ["join_timeout=5"], "carrier": ["ray"], "nccl": ["consumer"],
+    "machines": ["2:4"], "env": ["A=b=c d"], "rdzv": ["join_timeout=5"], "carrier": ["tpu"], "nccl": ["consumer"],
     "hosts.include": ["a", "--hosts", "a,b"], "hosts.exclude": ["a", "--hosts", "a,b"],
 }  # fmt: skip
 """Values of options that don't take any text, and options that they need."""
-SECTIONS = {"tpu_vm", "hosts", "slurm", "sagemaker", "kubernetes", "ray"}
+SECTIONS = {"tpu_vm", "hosts", "slurm", "sagemaker"}
 
 
 def parsed(words):
@@ -41,7 +41,7 @@ def value_of(record, name):
 def test_each_field_is_an_option_or_a_section():
     fields = {field.name for field in attrs.fields(LaunchRecipe)}
     assert fields - {name.partition(".")[0] for name in FLAGS} == {
-        "min_machines", "slurm", "sagemaker", "kubernetes", "ray",
+        "min_machines", "slurm", "sagemaker",
     }, "--nnodes sets min_machines, and these sections have keys of their own"  # fmt: skip
     lines = [line.strip().partition(": ")[0].split(", ") for line in LaunchRecipe.__doc__.splitlines()]
     assert not fields - {name for names in lines for name in names}, "the class describes each field"
@@ -86,7 +86,7 @@ def test_a_job_keeps_the_options_of_a_recipe():
 @attrs.frozen(kw_only=True)
 class Longer(LaunchRecipe):
     patience: float = option(
-        "--patience", "seconds", default=9.0, refused_by="ray",
+        "--patience", "seconds", default=9.0, refused_by="sagemaker",
         check=at_least(0, "a patience of {:g} seconds", "--patience 9"),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A printed Ray Train job, run for real on two workers of this machine."""
+"""examples/jobs/ray_job.py, run for real on two workers of this machine."""
 
 from __future__ import annotations
 
@@ -28,17 +28,10 @@ def test_two_workers(tmp_path):
     root = str(Path(__file__).parents[2])
     environ = {
         **os.environ, "PYTHONPATH": root, "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
+        "RAY_DEDUP_LOGS": "0", "RAY_STORAGE": str(tmp_path / "ray"), "FNACCEL_SET": "strategy=ddp", "PLACE": str(tmp_path),
     }  # fmt: skip
-    environ.pop("FNACCEL_SET", None)
-    command = [
-        sys.executable, "-m", "fnaccel", "launch", "--carrier", "ray", "--cpu", "-n", "2", "--strategy", "ddp",
-        "--env", f"PLACE={tmp_path}", "--set", f"launch.ray.storage_path={tmp_path / 'ray'}", str(tmp_path / "t.py"), "it's",
-    ]  # fmt: skip
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environ, cwd=tmp_path)
-    (tmp_path / "ray_job.py").write_text(printed.stdout)
     done = subprocess.run(
-        [sys.executable, "ray_job.py"],
+        [sys.executable, f"{root}/examples/jobs/ray_job.py", "2", "t.py", "it's"],
         capture_output=True,
         text=True,
         check=False,

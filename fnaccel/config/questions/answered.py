@@ -83,7 +83,6 @@ def _launch(machine: Machine, given: Mapping[str, Any]) -> LaunchRecipe:
             "carrier": "sagemaker",
             "sagemaker": SageMakerRecipe(**_picked(given, "role", "instance_type", "region")),
         },
-        "kubernetes": lambda: {"carrier": "kubernetes", "kubernetes": _picked(given, "image", "namespace")},
     }
     return LaunchRecipe(**fields, **sections[where]())
 

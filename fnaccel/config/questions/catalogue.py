@@ -42,14 +42,13 @@ def _where(machine: Machine, answers: Answers) -> Question | None:
             ("slurm", "by SLURM"),
             ("tpu", "on a TPU VM or a pod, from here through gcloud"),
             ("sagemaker", "by Amazon SageMaker"),
-            ("kubernetes", "by Kubernetes, as a PyTorchJob"),
         ),
     )  # fmt: skip
 
 
 def _machines(machine: Machine, answers: Answers) -> Question | None:
     del machine
-    if answers.get("where") not in ("same command", "slurm", "sagemaker", "kubernetes"):
+    if answers.get("where") not in ("same command", "slurm", "sagemaker"):
         return None
     one = answers["where"] != "same command"
     return Question(
@@ -261,8 +260,6 @@ _QUESTIONS: tuple[Ask, ...] = (
     _text("role", "sagemaker", "The IAM role of the job?", required=True),
     _text("instance_type", "sagemaker", "The instance type?", default="ml.g5.xlarge"),
     _text("region", "sagemaker", "The region (empty: that of the AWS command line)?"),
-    _text("image", "kubernetes", "The image of the container?", required=True),
-    _text("namespace", "kubernetes", "The namespace?", default="default"),
     _device,
     _ranks,
     _strategy,

@@ -1,17 +1,12 @@
-"""Carriers that print a text or build a request: Kubernetes, Ray, SageMaker. Nothing is installed for them here.
-
-`tests/services` builds the same texts with the packages of Kubeflow, Ray and SageMaker.
-"""
+"""The carrier that builds a request: SageMaker. `tests/services` hands it to the package, which is not here."""
 
 from __future__ import annotations
 
-import ast
 import json
 import shlex
 
 import attrs
 import pytest
-import yaml
 
 from fnaccel.cli.launch import read_order
 from fnaccel.cli.main import main
@@ -37,88 +32,9 @@ def planned(line, recipe=""):
     return plan(attrs.evolve(order.request, environ={}), order.carrier)
 
 
-KUBERNETES = """
-strategy: fsdp
-launch:
-  ranks: 8
-  machines: 3
-  restarts: 2
-  env: {A: "$(B) c"}
-  kubernetes:
-    image: me/train:1
-    name: gpt
-    namespace: ml
-    folder: /app
-    labels: {team: a}
-    service_account: trainer
-    node_selector: {gpu: h100}
-    tolerations: [{key: gpu, operator: Exists}]
-    volumes: [{name: data, persistentVolumeClaim: {claimName: data}}]
-    volume_mounts: [{name: data, mountPath: /data}]
-    backoff_limit: 0
-"""
-
-
-def test_a_pytorch_job():
-    manifest = yaml.safe_load(planned("t.py --lr '$(x)' '$5'", KUBERNETES).output)
-    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert manifest["metadata"] == {"name": "gpt", "namespace": "ml", "labels": {"team": "a"}}
-    assert manifest["spec"]["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 0}
-    replicas = manifest["spec"]["pytorchReplicaSpecs"]
-    assert {name: one["replicas"] for name, one in replicas.items()} == {"Master": 1, "Worker": 2}
-    assert replicas["Master"]["template"] == replicas["Worker"]["template"]
-    pod = replicas["Worker"]["template"]["spec"]
-    assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("trainer", {"gpu": "h100"})
-    assert [volume["name"] for volume in pod["volumes"]] == ["data", "shm"]
-    (container,) = pod["containers"]
-    assert container["name"] == "pytorch", "the operator looks for this name"
-    assert " ".join([*container["command"], *container["args"]]) == (
-        "fnaccel launch --no-config --carrier elastic -n 8 --nnodes 3 --node-rank $(RANK) --master-addr gpt-master-0 "
-        "--max-restarts 2 --set strategy=fsdp t.py --lr $$(x) $$5"
-    )
-    assert container["env"] == [{"name": "A", "value": "$$(B) c"}]
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
-    assert container["workingDir"] == "/app"
-
-
-def test_a_pod_alone():
-    manifest = yaml.safe_load(planned("--cpu --set launch.kubernetes.image=i -m pkg").output)
-    replicas = manifest["spec"]["pytorchReplicaSpecs"]
-    assert list(replicas) == ["Master"]
-    (container,) = replicas["Master"]["template"]["spec"]["containers"]
-    assert container["args"] == ["--no-config", "--carrier", "local", "--cpu", "-m", "pkg"]
-    assert "resources" not in container
-
-
-def test_a_train_job():
-    line = "--set launch.kubernetes.image=i --set launch.kubernetes.kind=TrainJob --nnodes 2:4 -n 2 --env A=1 t.py"
-    manifest = yaml.safe_load(planned(line).output)
-    assert (manifest["apiVersion"], manifest["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    spec = manifest["spec"]
-    assert spec["runtimeRef"] == {"name": "torch-distributed"}
-    assert spec["trainer"]["numNodes"] == 4
-    assert spec["trainer"]["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 2}}
-    args = " ".join(spec["trainer"]["args"])
-    assert "--nnodes 2:4 --node-rank $(PET_NODE_RANK) --master-addr $(PET_MASTER_ADDR)" in args
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--set launch.kubernetes.name=a t.py", "a job needs an image"),
-        ("--set launch.kubernetes.imge=a t.py", "no key 'imge'"),
-        ("--set launch.kubernetes.image=a --set launch.kubernetes.kind=Job t.py", "kind: Job"),
-        (
-            "--set launch.kubernetes.image=a --set launch.kubernetes.kind=TrainJob "
-            "--set launch.kubernetes.volumes=[] t.py",
-            "a TrainJob has no volumes",
-        ),
-        (
-            "--set launch.kubernetes.image=a --set launch.kubernetes.runtime=torch t.py",
-            "a PyTorchJob has no runtime",
-        ),
-        ("--set launch.ray.gpus=1 t.py", "no key 'gpus'"),
-        ("--carrier ray --numa t.py", "--numa can't be used with the carrier ray"),
         ("--carrier sagemaker t.py", "a training job needs a role"),
         ("--set launch.sagemaker.role=r t.py", "no instance type"),
         ("--set launch.sagemaker.role=r --set launch.sagemaker.local=true t.py", "no container"),
@@ -134,35 +50,6 @@ def test_mistakes(line, says, capsys):
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n  where: ") == said.count("\n  fix: ") == 1
-
-
-def test_a_text_is_printed_and_nothing_runs(capsys):
-    assert main(["launch", "--set", "launch.kubernetes.image=i", "t.py"]) == 0
-    printed = capsys.readouterr().out
-    assert main(["launch", "--dry-run", "--set", "launch.kubernetes.image=i", "t.py"]) == 0
-    assert capsys.readouterr().out.rstrip() == printed.rstrip()
-    assert yaml.safe_load(printed)["kind"] == "PyTorchJob"
-
-
-def test_a_ray_job():
-    text = planned(
-        '--nnodes 2 -n 4 --max-restarts 3 --strategy fsdp --cpu t.py --lr "it\'s {x}"',
-        "launch: {ray: {name: gpt, storage_path: /data, resources_per_worker: {CPU: 2}, address: auto}}",
-    ).output
-    tree = ast.parse(text)
-    calls = {ast.unparse(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    scaling = {word.arg: ast.literal_eval(word.value) for word in calls["ScalingConfig"].keywords}
-    assert scaling == {"num_workers": 8, "use_gpu": False, "resources_per_worker": {"CPU": 2}}
-    assert ast.unparse(calls["FailureConfig"]) == "FailureConfig(max_failures=3)"
-    assert ast.unparse(calls["RunConfig"]).startswith("RunConfig(name='gpt', storage_path='/data', ")
-    assert ast.unparse(calls["ray.init"]) == "ray.init(address='auto')"
-    values = {
-        ast.unparse(node.targets[0]): ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-    }
-    assert values["PROGRAM"] == ["t.py", "--lr", "it's {x}"]
-    assert values["VARIABLES"]["FNACCEL_OVERRIDES"] == '{"strategy": "fsdp"}'
 
 
 SAGEMAKER = """
