@@ -37,7 +37,7 @@ ENDS = (".py", ".md", ".yaml", ".yml", ".toml", ".cff", ".txt", ".json", ".sh", 
 THEIRS = {
     # of the reader
     "train.py", "train_gpt.py", "run.sh", "fnaccel.yaml", "recipe.yaml", "gpt.yaml", "hosts.txt", "requirements.txt",
-    "job.yaml", "ray_job.py",
+    "ray_job.py",
     # of other tools
     "config.json", "generation_config.json", "adapter_config.json", "pytorch_model_fsdp_0/", "fnaccel-job.sh",
     "weight_map.index.json", "model.safetensors.index.fp16.json",

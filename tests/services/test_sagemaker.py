@@ -1,7 +1,4 @@
-"""Training jobs by the sagemaker package, version 2 and 3, against moto: no account, no network.
-
-`make test-services` runs this file in two environments, one for each version.
-"""
+"""Training jobs by the sagemaker package, version 3, against moto: no account, no network."""
 
 from __future__ import annotations
 
@@ -12,10 +9,7 @@ import pytest
 boto3 = pytest.importorskip("boto3", reason="make test-services installs sagemaker")
 moto = pytest.importorskip("moto", reason="make test-services installs moto")
 
-from fnaccel.cli.launch import read_order  # noqa: E402
 from fnaccel.cli.main import main  # noqa: E402
-from fnaccel.launch.carrier import plan  # noqa: E402
-from fnaccel.launch.carriers.sagemaker import training_job  # noqa: E402
 
 # the packages and moto warn about themselves
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -118,11 +112,3 @@ def test_a_training_job_reaches_the_service(account, tmp_path, container):
     assert json.loads(request["HyperParameters"]["lr"]) in ("0.1", 0.1)
     overrides = json.loads(request["Environment"]["FNACCEL_OVERRIDES"])
     assert overrides == {"strategy": "fsdp", "checkpoint.directory": "/opt/ml/checkpoints"}
-
-
-def test_the_fields_of_the_service(account, tmp_path):
-    (tmp_path / "r.yaml").write_text(RECIPE.format(container=IMAGE))
-    order = read_order(["--config", "r.yaml", "t.py", "--lr", "0.1"])
-    data = dict(plan(order.request, order.carrier).request)
-    data["estimator"]["role"] = "arn:aws:iam::123456789012:role/trainer"
-    valid(training_job(data, name="gpt-1", source="s3://b/s.tar.gz", output="s3://b/out", image="i"))

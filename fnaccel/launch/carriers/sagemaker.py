@@ -125,63 +125,6 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
-def training_job(
-    data: Mapping[str, Any], *, name: str, source: str, output: str, image: str
-) -> dict[str, Any]:
-    """The fields of CreateTrainingJob, which the SDK fills in from the same data.
-
-    Args:
-        data: of a plan.
-        name: of the job.
-        source: the archive of the script in S3.
-        output: the folder of results in S3.
-        image: the container.
-
-    Example:
-        >>> data = {"estimator": {"role": "r", "entry_point": "t.py", "instance_type": "ml.g5.xlarge"}}
-        >>> job = training_job(data, name="n", source="s3://b/s", output="s3://b/o", image="i")
-        >>> job["ResourceConfig"]["InstanceCount"]
-        1
-    """
-    estimator: Mapping[str, Any] = data["estimator"]
-    given = {str(key): str(value) for key, value in estimator.get("hyperparameters", {}).items()}
-    fields: dict[str, Any] = {
-        "TrainingJobName": name,
-        "RoleArn": estimator["role"],
-        "AlgorithmSpecification": {"TrainingImage": image, "TrainingInputMode": "File"},
-        "HyperParameters": {
-            **given, "sagemaker_program": estimator["entry_point"], "sagemaker_submit_directory": source,
-        },
-        "Environment": dict(estimator.get("environment", {})),
-        "OutputDataConfig": {"S3OutputPath": output},
-        "ResourceConfig": {
-            "InstanceType": estimator["instance_type"],
-            "InstanceCount": estimator.get("instance_count", 1),
-            "VolumeSizeInGB": estimator.get("volume_size", 30),
-        },
-        "StoppingCondition": {"MaxRuntimeInSeconds": estimator.get("max_run", 86_400)},
-        "EnableManagedSpotTraining": bool(estimator.get("use_spot_instances")),
-        "EnableNetworkIsolation": bool(estimator.get("enable_network_isolation")),
-    }  # fmt: skip
-    if "max_wait" in estimator:
-        fields["StoppingCondition"]["MaxWaitTimeInSeconds"] = estimator["max_wait"]
-    if "metric_definitions" in estimator:
-        fields["AlgorithmSpecification"]["MetricDefinitions"] = estimator["metric_definitions"]
-    if "checkpoint_local_path" in estimator:
-        place = estimator.get("checkpoint_s3_uri", f"{output}/checkpoints")
-        fields["CheckpointConfig"] = {"S3Uri": place, "LocalPath": estimator["checkpoint_local_path"]}
-    channels = [
-        {
-            "ChannelName": channel,
-            "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": uri}},
-        }
-        for channel, uri in data.get("inputs", {}).items()
-    ]
-    if channels:
-        fields["InputDataConfig"] = channels
-    return fields
-
-
 def submit(data: Mapping[str, Any]) -> int:
     """Start a training job by the SDK that is installed, and wait for its end.
 

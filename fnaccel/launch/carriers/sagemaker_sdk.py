@@ -1,4 +1,4 @@
-"""A training job handed to the sagemaker package: version 2 has estimators, version 3 has `ModelTrainer`.
+"""A training job handed to `ModelTrainer` of the sagemaker package, version 3.
 
 The packages are imported here and nowhere else: boto3 takes seconds.
 """
@@ -6,7 +6,6 @@ The packages are imported here and nowhere else: boto3 takes seconds.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,35 +30,10 @@ def start(data: Mapping[str, Any]) -> None:
         raise LaunchError(
             "there is no region", where="launch.sagemaker.region", fix="region: eu-west-1, or aws configure"
         )
-    generation = int(importlib.metadata.version("sagemaker-core").partition(".")[0])
-    # sagemaker 2 uses sagemaker-core 1, and sagemaker 3 uses sagemaker-core 2
-    (_with_estimator if generation < 2 else _with_trainer)(data, session)
+    _trainer(data, session)
 
 
-def _with_estimator(data: Mapping[str, Any], boto: Any) -> None:
-    arguments = dict(data["estimator"])
-    local = str(arguments["instance_type"]).startswith("local")
-    _package("sagemaker")
-    if local:
-        sessions: Any = _package("sagemaker.local").LocalSession(boto)
-    else:
-        sessions = _package("sagemaker").Session(boto_session=boto)
-    arguments["role"] = _role(arguments["role"], boto)
-    if "checkpoint_local_path" in arguments and not local:  # without a place in S3 the package drops it
-        arguments.setdefault("checkpoint_s3_uri", _checkpoints(arguments, sessions))
-    if "transformers_version" in arguments:
-        estimator: Any = _package("sagemaker.huggingface").HuggingFace(
-            sagemaker_session=sessions, **arguments
-        )
-    else:
-        version = arguments.pop("pytorch_version", None)
-        estimator = _package("sagemaker.pytorch").PyTorch(
-            sagemaker_session=sessions, framework_version=version, **arguments
-        )
-    estimator.fit(inputs=data["inputs"] or None)
-
-
-def _with_trainer(data: Mapping[str, Any], boto: Any) -> None:
+def _trainer(data: Mapping[str, Any], boto: Any) -> None:
     estimator = dict(data["estimator"])
     module: Any = _package("sagemaker.train.model_trainer")
     configs: Any = _package("sagemaker.core.training.configs")
@@ -152,5 +126,5 @@ def _package(name: str) -> Any:
         raise LaunchError(
             f"{name} can't be imported: {error}",
             where="fnaccel launch --carrier sagemaker",
-            fix="pip install sagemaker, or look at the request with --dry-run",
+            fix='pip install "sagemaker>=3", or look at the request with --dry-run',
         ) from error
