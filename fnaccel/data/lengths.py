@@ -2,62 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from fnaccel.data import loaders, order, windows
 from fnaccel.data.loaders import Indexed, Source, Stream
-from fnaccel.step.choices import Remainder, Sampling
+
+if TYPE_CHECKING:
+    from fnaccel.data.shard import Shards
 
 
-class HasDegrees(Protocol):
-    """A strategy, as far as data is concerned."""
-
-    def degrees(self) -> Sequence[tuple[str, int]]:
-        """(axis name, degree) pairs."""
-        ...
-
-
-class Counted(Protocol):
-    """A `Shards`, as far as lengths are concerned."""
-
-    @property
-    def loader(self) -> Any:
-        """The source of batches."""
-        ...
-
-    @property
-    def window(self) -> windows.Size | None:
-        """How many batches make one update."""
-        ...
-
-    @property
-    def remainder(self) -> Remainder:
-        """The treatment of a global batch that is not full."""
-        ...
-
-    @property
-    def per_rank(self) -> bool:
-        """Whether a batch of the loader is one rank's."""
-        ...
-
-    @property
-    def presplit(self) -> bool:
-        """Whether each rank has a part of the data of its own."""
-        ...
-
-    @property
-    def sampling(self) -> Sampling | None:
-        """`"poisson"` for batches that are drawn."""
-        ...
-
-    @property
-    def shuffle(self) -> bool | None:
-        """Overrides the loader's sampler."""
-        ...
-
-
-def steps_per_epoch(shards: Counted, ranks: int, *, start: int = 0, first: int = 0) -> int | None:
+def steps_per_epoch(shards: Shards, ranks: int, *, start: int = 0, first: int = 0) -> int | None:
     """How many batches (or windows) an epoch yields, the same on each rank. None if unknown.
 
     Asks for lengths only, so a sampler, batch sampler or dataset that misstates its own is believed.
@@ -77,7 +31,7 @@ def steps_per_epoch(shards: Counted, ranks: int, *, start: int = 0, first: int =
     return count if count is None else windows.count(shards.window, count, first)
 
 
-def batches_per_epoch(shards: Counted, ranks: int, *, start: int = 0) -> int | None:
+def batches_per_epoch(shards: Shards, ranks: int, *, start: int = 0) -> int | None:
     """The same before batches are put together in windows."""
     if shards.presplit and ranks > 1:  # it takes all ranks to tell
         return None
@@ -108,7 +62,7 @@ def batches_per_epoch(shards: Counted, ranks: int, *, start: int = 0) -> int | N
     return len(left)
 
 
-def _rounds_per_epoch(shards: Counted, source: Stream, ranks: int) -> int | None:
+def _rounds_per_epoch(shards: Shards, source: Stream, ranks: int) -> int | None:
     if source.sampler is not None:
         return _dealt(loaders.length_of(source.sampler), shards, ranks)
     if source.batch_size is None:
@@ -120,13 +74,13 @@ def _rounds_per_epoch(shards: Counted, source: Stream, ranks: int) -> int | None
     return _dealt(samples // size if shards.remainder == "drop" else -(-samples // size), shards, ranks)
 
 
-def _dealt(count: int | None, shards: Counted, ranks: int) -> int | None:
+def _dealt(count: int | None, shards: Shards, ranks: int) -> int | None:
     if count is None or not shards.per_rank:
         return count
     return count // ranks if shards.remainder == "drop" else -(-count // ranks)
 
 
-def updates(shards: Counted, ranks: int, epochs: int, *, across: bool, first: int = 0) -> int | None:
+def updates(shards: Shards, ranks: int, epochs: int, *, across: bool, first: int = 0) -> int | None:
     """How many updates some whole epochs make. None if unknown.
 
     Args:

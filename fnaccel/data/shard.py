@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
 import torch
@@ -20,7 +20,7 @@ from fnaccel.data.batch import Batch, Window
 from fnaccel.data.dispatch import dispatch as dispatched
 from fnaccel.data.epoch import Reading, users_order
 from fnaccel.data.indexed import open_indexed
-from fnaccel.data.lengths import HasDegrees, steps_per_epoch
+from fnaccel.data.lengths import steps_per_epoch
 from fnaccel.data.loaders import Indexed, Source, Stream
 from fnaccel.data.placement import place
 from fnaccel.data.presplit import open_presplit
@@ -35,6 +35,9 @@ from fnaccel.world import world as worlds
 from fnaccel.world.mesh import Mesh, batch_ranks
 from fnaccel.world.progress_marks import waiting
 from fnaccel.world.world import World
+
+if TYPE_CHECKING:
+    from fnaccel.strategies.strategy import Strategy
 
 
 @attrs.frozen(kw_only=True)
@@ -117,7 +120,7 @@ class Shards:
         return attrs.evolve(self, mesh=mesh)
 
     def updates_per_epoch(
-        self, strategy: HasDegrees | None = None, *, epochs: int = 1, world: World | None = None
+        self, strategy: Strategy | None = None, *, epochs: int = 1, world: World | None = None
     ) -> int:
         """The number of updates that an epoch makes, for the `total` of a schedule. Nothing is read.
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -20,10 +20,12 @@ from fnaccel.engine.combine import Agreement
 from fnaccel.engine.totals import Question
 from fnaccel.errors import ArgumentError, FnaccelError
 from fnaccel.models.parameter import Leaf
-from fnaccel.models.parameter_values import WholeValues
 from fnaccel.optim.description import Bound
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh, MeshAxis
+
+if TYPE_CHECKING:
+    from fnaccel.strategies.whole_leaves import WholeLeaves
 
 
 @attrs.frozen(kw_only=True)
@@ -116,7 +118,7 @@ class Forward:
     nests: bool = True
     backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
     capture: Capture | None = None
-    whole: WholeValues | None = None
+    whole: WholeLeaves | None = None
 
 
 @attrs.frozen(kw_only=True)

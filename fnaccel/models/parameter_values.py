@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -26,33 +26,8 @@ from fnaccel.errors import (
 )
 from fnaccel.models.building import Built
 
-
-class WholeValues(Protocol):
-    """The parameters of a model whose ranks hold parts of them.
-
-    Attributes:
-        held: the bytes that are whole at this moment. 0 if no loss has asked in this update.
-        most: the largest `held` so far.
-    """
-
-    held: int
-    most: int
-
-    def values(self) -> dict[str, torch.Tensor]:
-        """All of them whole, by canonical name. Those that are trained take gradients. All ranks call it."""
-        ...
-
-    def reduce(self) -> None:
-        """Add the gradients of the whole parameters to those of the parts, and free what is whole."""
-        ...
-
-    def check_kept(self) -> None:
-        """Raise StaleStateError if a loss used those of an earlier update, whose gradients went nowhere."""
-        ...
-
-    def ungathered(self) -> contextlib.AbstractContextManager[None]:
-        """In the body no module gathers parameters of its own."""
-        ...
+if TYPE_CHECKING:
+    from fnaccel.strategies.whole_leaves import WholeLeaves
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -68,7 +43,7 @@ class Access:
 
     trained: frozenset[str]
     refusal: str = ""
-    whole: WholeValues | None = None
+    whole: WholeLeaves | None = None
     canonical: dict[str, str] = attrs.field(factory=dict)
 
     @property

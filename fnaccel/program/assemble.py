@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
-from fnaccel.engine.updater import Optimizers
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models._torch import cast_floats
 from fnaccel.models.building import Built, check_memory, check_patched, check_sparse, freeze, release
@@ -45,9 +42,7 @@ def assemble(
             check_not_trained(built.modules, spec.frozen)
             check_memory(built)
             kernels = [
-                each.kernel
-                for update in cast("Optimizers", spec.optimizers or {}).values()
-                for each in optimizers_of(update)
+                each.kernel for update in (spec.optimizers or {}).values() for each in optimizers_of(update)
             ]
             foreign = any(isinstance(kernel, TorchKernel) for kernel in kernels)
             if not foreign or "dp_shard" in spec.mesh.degrees:

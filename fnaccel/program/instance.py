@@ -21,7 +21,7 @@ from fnaccel.engine.shared_buffers import SharedBuffers
 from fnaccel.engine.skipped_updates import SkippedUpdates
 from fnaccel.engine.stop_request import NoNotice, Notice
 from fnaccel.engine.totals import Question, Totals
-from fnaccel.engine.updater import Optimizers, Updater, traceable
+from fnaccel.engine.updater import Updater, traceable
 from fnaccel.engine.user_draws import drawing
 from fnaccel.errors import CapabilityError
 from fnaccel.models.building import Built, claim, release
@@ -120,7 +120,7 @@ class Instance:
         self.skips = SkippedUpdates(lowered.settings.max_skipped, speaks=world.is_main)
         self.meter = None if lowered.settings.compiler is None else Meter(lowered.settings.compiler, where)
         # in the graph, updates go to the tensors that gradients are taken of: no second name for them
-        optimizers = cast("Optimizers", spec.optimizers or {})
+        optimizers = spec.optimizers or {}
         self._own_hooks = lowered.own_hooks
         inside = capture is not None and self._own_hooks and traceable(optimizers)
         updated = capture.leaves if capture is not None and inside else leaves

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -16,11 +16,8 @@ from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.state import TrainState, lease_of, refuse_averaged
 from fnaccel.world.mesh import Mesh
 
-
-class Borrower(Protocol):
-    """The owner of the state of the train step that computes with lent models."""
-
-    mesh: Mesh
+if TYPE_CHECKING:
+    from fnaccel.program.state_owner import StateOwner
 
 
 @attrs.frozen
@@ -68,7 +65,7 @@ def _check_rows(name: str, lent: Mesh, borrower: Mesh) -> None:
         )
 
 
-def lend(given: Mapping[str, Any], borrower: Borrower) -> LentModels:
+def lend(given: Mapping[str, Any], borrower: StateOwner) -> LentModels:
     """Check the states in `given=` and find their models.
 
     Raises:

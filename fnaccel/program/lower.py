@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fnaccel.data.micro_batches import MicroBatch, MicroBatches
-from fnaccel.engine.gradients import with_copies
+from fnaccel.engine.engine import Engine
+from fnaccel.engine.gradients import Gradients, with_copies
 from fnaccel.engine.passes import Loss
 from fnaccel.errors import ArgumentError, require
 from fnaccel.program.plan import order
@@ -27,8 +28,6 @@ from fnaccel.step.step import (
     ModuleHook,
     Phase,
     Step,
-    StepGradients,
-    Trained,
     UpdateHook,
 )
 from fnaccel.tree import Tree
@@ -53,7 +52,7 @@ class UserGradients:
     name: str
     twice: bool = False  # it asks for a second gradient
 
-    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:
+    def on_gradients(self, grads: Gradients, state: Tree, info: Info) -> Any:
         """Call it with the gradients by name, and take its result."""
         if (skip := grads.skipped()) is not None:
             info = replace(info, skip=skip)
@@ -75,7 +74,7 @@ class UserUpdate:
 
     fn: Callable[[Mapping[str, Any], Any, Info], Any]
 
-    def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
+    def on_update(self, engine: Engine, state: Tree, info: Info) -> Any:
         """Call it with the parameters by name. It may change them in place."""
         with torch.no_grad():
             return with_copies(self.fn(engine.layout.parameters, state, info), engine.layout.parameters)

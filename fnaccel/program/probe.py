@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -25,6 +25,9 @@ from fnaccel.step.loss import read_loss
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 from fnaccel.world.random_streams import generators_of
+
+if TYPE_CHECKING:
+    from fnaccel.program.instance import Instance
 
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 5e-2
 _WHERE = "train_step.probe(batch)"
@@ -90,14 +93,7 @@ def short(batch: Tree) -> Any:
     return cut(batch, [1, rows - 1])[0] if rows > 1 else batch
 
 
-class Noted(Protocol):
-    """The engine and its modules, and what is known of their first forward."""
-
-    probed: bool
-    cut_fails: bool
-
-
-def probe_first(noted: Noted, probe: Callable[[Tree], Probed], batch: Tree) -> None:
+def probe_first(noted: Instance, probe: Callable[[Tree], Probed], batch: Tree) -> None:
     """Probe before step 0. A forward that raises is left to the step, which raises its own error.
 
     Raises:

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
 from fnaccel.errors import CapabilityError
-from fnaccel.step.step import Capability, Step, Transform
+from fnaccel.step.step import Step, Transform
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
+if TYPE_CHECKING:
+    from fnaccel.engine.updater import Optimizers
+    from fnaccel.strategies.strategy import Strategy
+
 Rng = Literal["fold", "stream"]
-
-
-class Axes(Protocol):
-    """A strategy: a product of axes."""
-
-    @property
-    def axes(self) -> tuple[Any, ...]:
-        """One frozen record an axis."""
-        ...
-
-    def capabilities(self) -> frozenset[Capability]:
-        """The capabilities that transforms may need."""
-        ...
-
-
-class Update(Protocol):
-    """The description of an optimizer."""
-
-    @property
-    def name(self) -> str:
-        """The name in the plan."""
-        ...
-
-    @property
-    def traceable(self) -> bool:
-        """Whether its update can be captured in a graph."""
-        ...
-
-    def plan_notes(self, spec: Spec) -> list[str]:
-        """Notes for the plan."""
-        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -64,8 +37,8 @@ class Spec:
 
     step: Step
     model: Any
-    strategy: Axes
-    optimizers: Mapping[str | None, Update] | None
+    strategy: Strategy
+    optimizers: Optimizers | None
     mesh: Mesh
     frozen: tuple[str | Callable[[str, Any], bool], ...] = ()
     rng: Rng = "fold"

@@ -8,9 +8,9 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
 
 import attrs
 import torch
@@ -29,6 +29,10 @@ from fnaccel.step.loss import Mean, Scalar
 from fnaccel.step.loss_info import LossInfo
 from fnaccel.step.settings import Configures, Settings
 from fnaccel.tree import Tree
+
+if TYPE_CHECKING:
+    from fnaccel.engine.engine import Engine
+    from fnaccel.engine.gradients import Gradients
 
 
 class Phase(enum.IntEnum):
@@ -83,115 +87,11 @@ class ModuleHook(Protocol):
         ...
 
 
-class StepGradients(Protocol):
-    """The local gradients of one step. One multiply is deferred to the update."""
-
-    def norm(self) -> torch.Tensor:
-        """The Euclidean norm over all parameters and ranks, a 0-d tensor."""
-        ...
-
-    def scale_by(self, factor: Scalar) -> None:
-        """Multiply the whole gradient, at no cost now."""
-        ...
-
-    def present(self) -> list[torch.Tensor]:
-        """The local gradients that exist and have elements."""
-        ...
-
-    def materialise(self) -> None:
-        """Carry out the deferred multiply."""
-        ...
-
-    def changed(self) -> None:
-        """Note that values were changed in place."""
-        ...
-
-    def skip_where(self, bad: torch.Tensor) -> None:
-        """Leave the update out if `bad`, a 0-d tensor, is true."""
-        ...
-
-    def skipped(self) -> torch.Tensor | None:
-        """1 if the update is left out, as far as that is decided. None if it never is."""
-        ...
-
-    def skip_where_nonfinite(self) -> None:
-        """Leave the update out if the norm is NaN or infinite."""
-        ...
-
-    def by_name(self, *, kept: bool = False) -> dict[str, Any]:
-        """The gradients by parameter name, DTensors if sharded.
-
-        `kept`: in memory that no other backward pass of the update writes to.
-        """
-        ...
-
-    def replace(self, named: Tree, transform: str) -> None:
-        """Take gradients by name in the place of these."""
-        ...
-
-
-class PureGradients(Protocol):
-    """The gradients of a pure update, of which each change makes new tensors."""
-
-    def norm(self) -> torch.Tensor:
-        """The Euclidean norm over all parameters, a 0-d tensor."""
-        ...
-
-    def scale_by(self, factor: Any) -> None:
-        """Multiply the whole gradient."""
-        ...
-
-    def clamp(self, most: Any) -> None:
-        """Clamp each element to at most `most` in size."""
-        ...
-
-    def skip_where_nonfinite(self) -> None:
-        """Leave the update out if the norm is NaN or infinite."""
-        ...
-
-
-class TrainedLeaf(Protocol):
-    """A trainable parameter."""
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """This rank's part of it."""
-        ...
-
-
-class TrainedLayout(Protocol):
-    """The parameters of a model."""
-
-    @property
-    def leaves(self) -> Sequence[TrainedLeaf]:
-        """Those that are trained."""
-        ...
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """All of them by name."""
-        ...
-
-
-class Trained(Protocol):
-    """The parameters that an update has changed, as an engine has them."""
-
-    @property
-    def layout(self) -> TrainedLayout:
-        """The parameters."""
-        ...
-
-    @property
-    def averages(self) -> Sequence[torch.Tensor]:
-        """The averages of `with_ema`, laid out as the parameters that are trained."""
-        ...
-
-
 @runtime_checkable
 class GradientHook(Protocol):
     """A GRADS record of the library: works on the local gradients."""
 
-    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:
+    def on_gradients(self, grads: Gradients, state: Tree, info: Info) -> Any:
         """Change `grads` and return the transform's next state."""
         ...
 
@@ -200,7 +100,7 @@ class GradientHook(Protocol):
 class UpdateHook(Protocol):
     """An UPDATE record of the library: acts after the parameters changed."""
 
-    def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
+    def on_update(self, engine: Engine, state: Tree, info: Info) -> Any:
         """Return the transform's next state. `info.skip` is 1 if the update was skipped."""
         ...
 

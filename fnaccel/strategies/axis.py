@@ -11,9 +11,9 @@ from fnaccel.engine.engine import Engine
 from fnaccel.errors import CapabilityError
 from fnaccel.models.building import Built
 from fnaccel.step.settings import Settings
-from fnaccel.step.spec import Axes, Spec
+from fnaccel.step.spec import Spec
 from fnaccel.strategies.runtime import Delegation
-from fnaccel.strategies.strategy import Axis
+from fnaccel.strategies.strategy import Axis, Strategy
 from fnaccel.world.mesh import Mesh
 
 
@@ -66,7 +66,7 @@ class Rewrites(Protocol):
         ...
 
 
-def finishing_axis(strategy: Axes) -> Any:
+def finishing_axis(strategy: Strategy) -> Any:
     """The axis that makes the engine of a product. None if each rank holds the whole model.
 
     Raises:
@@ -101,7 +101,7 @@ def finishing_axis(strategy: Axes) -> Any:
     )
 
 
-def _check_plain(axis: Axis, by: Axis, strategy: Axes) -> None:
+def _check_plain(axis: Axis, by: Axis, strategy: Strategy) -> None:
     if attrs.evolve(type(axis)(), degree=axis.degree) != axis:
         raise CapabilityError(
             f"the options of {axis.maker} have no meaning if {by.maker} averages the gradients",

@@ -16,7 +16,7 @@ import attrs
 from fnaccel import _lazy
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest, require
 from fnaccel.step.callables import plan_text
-from fnaccel.step.spec import Axes, Spec
+from fnaccel.step.spec import Spec
 from fnaccel.step.step import EVERYTHING, Capability
 from fnaccel.world.mesh import AXES
 
@@ -111,7 +111,7 @@ def runtime_in(spec: Spec) -> str:
     return next(iter(makers), spec.runtime)
 
 
-def apart_in(strategy: Axes) -> str:
+def apart_in(strategy: Strategy) -> str:
     """The name of an axis whose ranks train apart, since it averages no gradients, or ""."""
     return next((axis.maker for axis in strategy.axes if not axis.averages), "")
 

@@ -179,6 +179,10 @@ class WholeLeaves:
         mesh: of the train step.
         reduce: the dtype in which gradients are sent.
         order: compares what ranks gather, in the first step.
+
+    Attributes:
+        held: the bytes that are whole at this moment. 0 if no loss has asked in this update.
+        most: the largest `held` so far.
     """
 
     def __init__(

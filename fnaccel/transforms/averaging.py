@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import attrs
 import torch
@@ -11,14 +11,11 @@ from fnaccel import _torch
 from fnaccel.errors import UnknownNameError, nearest, require
 from fnaccel.step.chain import takes_step
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import (
-    Capability,
-    Info,
-    Phase,
-    Trained,
-    Transform,
-)
+from fnaccel.step.step import Capability, Info, Phase, Transform
 from fnaccel.tree import Tree
+
+if TYPE_CHECKING:
+    from fnaccel.engine.engine import Engine
 
 Buffers = Literal["now", "average"]
 """The buffers that go with averaged parameters: those of the model at that time, or averages."""
@@ -35,7 +32,7 @@ class Ema:
         """Keep averages."""
         return attrs.evolve(settings, ema_decay=self.decay, ema_buffers=self.buffers == "average")
 
-    def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
+    def on_update(self, engine: Engine, state: Tree, info: Info) -> Any:
         """Move the averages, sharded as the parameters are. No change if the update was skipped."""
         averages = engine.averages
         pairs = zip(engine.layout.leaves, averages, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -11,15 +11,12 @@ from fnaccel import _torch
 from fnaccel.errors import require
 from fnaccel.step.chain import takes_step
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import (
-    Capability,
-    Info,
-    Phase,
-    PureGradients,
-    StepGradients,
-    Transform,
-)
+from fnaccel.step.step import Capability, Info, Phase, Transform
 from fnaccel.tree import Tree
+
+if TYPE_CHECKING:
+    from fnaccel.engine.gradients import Gradients
+    from fnaccel.engine.pure_gradients import PureGradients
 
 _NEEDS = frozenset({Capability.GRADIENTS})
 
@@ -34,7 +31,7 @@ class ClipNorm:
         """Clip the norm."""
         return attrs.evolve(settings, max_norm=self.max_norm)
 
-    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:
+    def on_gradients(self, grads: Gradients, state: Tree, info: Info) -> Any:
         """Fold the clip into the one multiply of the update. Records `grad_norm`, before the clip."""
         norm = grads.norm()
         info.record("grad_norm", norm)
@@ -57,7 +54,7 @@ class ClipValue:
 
     max_value: float
 
-    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:  # noqa: ARG002
+    def on_gradients(self, grads: Gradients, state: Tree, info: Info) -> Any:  # noqa: ARG002
         """Clamp in place, after averaging and unscaling."""
         grads.materialise()
         shards = grads.present()

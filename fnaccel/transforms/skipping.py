@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from fnaccel.errors import require
 from fnaccel.step.chain import takes_step
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import (
-    Capability,
-    Info,
-    Phase,
-    PureGradients,
-    StepGradients,
-    Transform,
-)
+from fnaccel.step.step import Capability, Info, Phase, Transform
 from fnaccel.tree import Tree
+
+if TYPE_CHECKING:
+    from fnaccel.engine.gradients import Gradients
+    from fnaccel.engine.pure_gradients import PureGradients
 
 
 @attrs.frozen
@@ -30,7 +27,7 @@ class SkipNonfinite:
         """Leave updates out whose gradient is not finite."""
         return attrs.evolve(settings, leaves_out_nonfinite=True, max_left_out=self.max_skipped)
 
-    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:  # noqa: ARG002
+    def on_gradients(self, grads: Gradients, state: Tree, info: Info) -> Any:  # noqa: ARG002
         """Mark the update as skipped if the gradient norm is not finite."""
         grads.skip_where_nonfinite()
         return state

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
 import torch
@@ -15,9 +15,12 @@ from fnaccel.errors import LossError, require
 from fnaccel.step.chain import Chain, chain, takes_step
 from fnaccel.step.choices import Action
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import Capability, Info, Phase, StepGradients, Transform
+from fnaccel.step.step import Capability, Info, Phase, Transform
 from fnaccel.tree import Tree
 from fnaccel.world.world import find_current
+
+if TYPE_CHECKING:
+    from fnaccel.engine.gradients import Gradients
 
 _logger = logging.getLogger("fnaccel")
 _LAG = 8  # on an accelerator, steps until a flag is read: the same on every rank, so that all raise together
@@ -36,7 +39,7 @@ class OnSpike:
         """Say that updates may be left out: those whose gradient is not finite as well."""
         return attrs.evolve(settings, leaves_out_nonfinite=True) if self.do == "skip" else settings
 
-    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:
+    def on_gradients(self, grads: Gradients, state: Tree, info: Info) -> Any:
         """Decide by the loss of all ranks whether this step is a spike, and move the mean."""
         loss = torch.as_tensor(info.metrics["loss"]).detach().to(state["mean"])
         mean, square, count = state["mean"], state["square"], state["count"]

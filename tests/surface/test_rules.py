@@ -18,6 +18,7 @@ from tests.surface.structure import (
     ROWS,
     circles,
     edges,
+    for_types,
     imports,
     name_of,
     room_of,
@@ -67,6 +68,11 @@ def test_imports_point_down():
         if ROW[room_of(name)] > 0
     ]
     assert not up, "\n".join(up)
+
+
+def test_few_imports_are_for_types_only():
+    """Annotations may name what stands above, in the place of a Protocol. No picture shows these arrows."""
+    assert sum(len(for_types(path)) for path in FILES) <= 24
 
 
 def test_no_two_files_import_each_other():

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from fnaccel.errors import CheckpointError
 from fnaccel.models.constant_buffers import ConstantBuffers
+
+if TYPE_CHECKING:
+    from fnaccel.big.quantize.records import Record
 
 Shape = tuple[int, ...] | None
 """None: the length depends on the values."""
@@ -25,15 +28,6 @@ class LinearLayer(Protocol):
     weight: nn.Parameter
     bias: nn.Parameter | None
     training: bool
-
-
-class Named(Protocol):
-    """A record, as far as all layers read it."""
-
-    @property
-    def name(self) -> str:
-        """The name of the codes."""
-        ...
 
 
 class QuantizedLayer(ConstantBuffers):
@@ -51,7 +45,7 @@ class QuantizedLayer(ConstantBuffers):
     record: Any
     bias: nn.Parameter | None
 
-    def __init__(self, layer: LinearLayer, record: Named) -> None:
+    def __init__(self, layer: LinearLayer, record: Record) -> None:
         nn.Module.__init__(self)
         self.record = record
         self.constant_weight = f"is quantized ({record.name})"
