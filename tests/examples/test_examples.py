@@ -13,7 +13,7 @@ from tests.examples.running import ROOT, run
 
 pytestmark = pytest.mark.launcher
 
-HELPERS = {"digits.py", "python_sources.py"}
+HELPERS = {"digits.py", "python_sources.py", "ray_job.py"}  # tests/examples/test_jobs.py has the last
 SCRIPTS = sorted(path for path in (ROOT / "examples").glob("**/*.py") if path.name not in HELPERS)
 
 
