@@ -50,11 +50,14 @@ class UpdateFacts:
 
     def of(self, part: MicroBatch) -> LossInfo:
         """The info of a micro-batch."""
-        return self.at(self._rows(part))
+        rows = self._rows(part)
+        return self.at(
+            rows, None if rows is None else torch.full_like(rows, part.valid > 0, dtype=torch.bool)
+        )
 
-    def at(self, rows: torch.Tensor | None) -> LossInfo:
+    def at(self, rows: torch.Tensor | None, valid: torch.Tensor | None = None) -> LossInfo:
         """The info of rows at these places. None if they are not known."""
-        return LossInfo(self._key, rows=rows, **self._facts)
+        return LossInfo(self._key, rows=rows, valid=valid, **self._facts)
 
     def _rows(self, part: MicroBatch) -> torch.Tensor | None:
         if part.first is None:

@@ -35,6 +35,7 @@ class LossInfo:
         extras: those of the state. A captured step takes bools and texts as they are, and compiles again if
             they change.
         rows: the places of the rows. None if they are not known.
+        valid: whether each row counts. None: all.
 
     Example:
         >>> def loss_fn(model, batch, *, info):
@@ -55,12 +56,14 @@ class LossInfo:
         updates: Scalar = 0,
         extras: Any = None,
         rows: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
     ) -> None:
         self.key = key
         self.step = step
         self.updates = updates
         self.extras = extras
         self._rows = rows
+        self._valid = valid
 
     @property
     def rows(self) -> torch.Tensor:
@@ -78,6 +81,24 @@ class LossInfo:
                 fix=_NO_ROWS,
             )
         return self._rows
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """Whether each row of this micro-batch counts: bool, shape `[rows]`.
+
+        False in the copies that a rank runs if the last batch has no rows for it. Their loss is left out,
+        but a collective inside of the loss function sees them.
+
+        Raises:
+            LossError: as `rows`.
+
+        Example:
+            >>> def loss_fn(model, batch, *, info):  # in-batch negatives of all ranks, those that count
+            ...     z = model.embed(batch["tokens"]).mean(1)
+            ...     others = fa.gather(z.detach(), valid=int(info.valid.sum()))
+            ...     return fa.Mean((z @ others.T).logsumexp(-1).sum(), weight=len(z))
+        """
+        return torch.ones_like(self.rows, dtype=torch.bool) if self._valid is None else self._valid
 
     def of_rows(self, rows: torch.Tensor | None) -> LossInfo:
         """The same for other rows."""

@@ -143,9 +143,12 @@ MUTANTS = [
         "        return UpdateFacts(\n            self.root + self.rank,", (INFO, "-k", "a_mask and 2-ddp-1-nothing"),
     ),
     Mutant(
-        "a key folded with the micro-batch", "engine/update_facts.py", "        return self.at(self._rows(part))\n",
-        "        self._key = self._key.fold_in(1)\n        return self.at(self._rows(part))\n",
+        "a key folded with the micro-batch", "engine/update_facts.py", "        rows = self._rows(part)\n",
+        "        self._key = self._key.fold_in(1)\n        rows = self._rows(part)\n",
         (INFO, "-k", "a_mask and 1-local-4"),
+    ),
+    Mutant(
+        "copies of rows count in info", "engine/update_facts.py", "part.valid > 0", "True", (INFO, "-k", "do_not_count"),
     ),
     Mutant(
         "rows counted from the rank's own start", "data/indexed.py",

@@ -234,6 +234,29 @@ def test_a_batch_that_shard_did_not_make_has_no_rows():
             compiled(compiled.init(extras=EXTRAS), batch_of(4))
 
 
+def negatives(model, batch, *, info):
+    """In-batch negatives of all ranks: the log of a sum over the rows of the global batch that count."""
+    x, _ = batch
+    z = model(x)
+    others = fa.gather(z.detach(), valid=int(info.valid.sum()))
+    return fa.Mean((z @ others.T).logsumexp(-1).sum(), weight=len(x))
+
+
+def with_negatives():
+    train_step = program(negatives, strategy="ddp")
+    state, losses = train_step.init(seed=0), []
+    for batch in fa.shard(DataLoader(rows_of_data(), batch_size=20)).on(train_step.mesh):
+        state, metrics = train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def test_rows_that_do_not_count_are_left_out_by_a_loss(pools):
+    """The last batch has two rows: of three ranks one has none, and runs a copy."""
+    expected = pools.run(1, with_negatives)[0]
+    assert pools.run(3, with_negatives)[0] == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_rest_of_info_needs_no_shard():
     def loss(model, batch, *, info):
         x = fa.random.dropout(batch[0], 0.5, key=info.key)
