@@ -12,7 +12,7 @@ MUTANTS = [
         '            holder.close()', '            pass\n        holder.close()', ("tests/launch/test_job.py", "-k", "reserved_port"),
     ),
     Mutant(
-        "activations whose offload is left out", "config/importing/fsdp.py", 'if draft.truth(f"{remat}_offload"):', "if False:",
+        "activations whose offload is left out", "config/importing/strategies.py", "if draft.truth(_OFFLOAD):", "if False:",
         ("tests/config/importing/test_accelerate_files.py", "-k", "refused_by_name"),
     ),
     Mutant(

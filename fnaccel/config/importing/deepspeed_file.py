@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fnaccel.config.importing.draft import Draft, Imported, leaves_of
-from fnaccel.config.importing.texts import call
+from fnaccel.config.importing.draft import Draft, Imported, call, leaves_of
 from fnaccel.errors import ConfigError
 
 TOP = (
@@ -71,6 +70,9 @@ def read_into(draft: Draft, path: str, prefix: str) -> None:
     Raises:
         ConfigError: values of the file contradict each other, or those of the document.
     """
+    _precision(draft, prefix)
+    _step(draft, prefix)
+    _optimizer(draft, prefix)
     became = f"strategy: {call('deepspeed', config=path)}"
     for key in [key for key in draft.leaves if key.startswith(prefix)]:
         name = key[len(prefix) :]
@@ -78,9 +80,6 @@ def read_into(draft: Draft, path: str, prefix: str) -> None:
             draft.row(key, became, _AUTO.get(name, "auto: filled by the strategy, see docs/deepspeed.md"))
         elif name.split(".")[0] in TOP:
             draft.row(key, became, "DeepSpeed reads it from the file")
-    _precision(draft, prefix)
-    _step(draft, prefix)
-    _optimizer(draft, prefix)
 
 
 def _precision(draft: Draft, prefix: str) -> None:
@@ -98,12 +97,8 @@ def _precision(draft: Draft, prefix: str) -> None:
 
 
 def _step(draft: Draft, prefix: str) -> None:
-    count, norm = f"{prefix}gradient_accumulation_steps", f"{prefix}gradient_clipping"
-    if draft.get(count, "auto") != "auto":
-        why = "each batch of the loader is cut into so many micro-batches"
-        draft.set(count, "accumulate", draft.whole(count), why)
-    if draft.get(norm, "auto") != "auto":
-        draft.set(norm, "clip_norm", draft.number(norm) or None, "the norm over all ranks. 0: no bound")
+    why = "each batch of the loader is cut into so many micro-batches"
+    draft.step(f"{prefix}gradient_accumulation_steps", f"{prefix}gradient_clipping", why)
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     keys = [f"{prefix}{name}" for name in names]
     if all(draft.get(key, "auto") != "auto" for key in keys):

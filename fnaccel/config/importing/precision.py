@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from fnaccel.config.importing.draft import DEFAULT, Draft, Table
 
-from fnaccel.config.importing.draft import Draft
-
-SECTION = "fp8_config"
+FP8 = "fp8_config"
 DYNAMO = "dynamo_config"
-_FP8 = (
-    "backend", "fp8_format", "margin", "interval", "amax_history_length", "amax_history_len",
-    "amax_compute_algorithm", "amax_compute_algo", "override_linear_precision", "use_autocast_during_eval",
-    "opt_level", "optimization_level", "enable_fsdp_float8_all_gather", "pad_inner_dim",
-    "use_mxfp8_block_scaling",
-)  # fmt: skip
 _BACKENDS = {
     "TE": "transformer_engine",
     "AO": "torchao",
@@ -22,8 +14,37 @@ _BACKENDS = {
     "AUTO": "torchao",
 }
 _PRECISIONS = {"no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
-_DYNAMO = ("backend", "mode", "use_dynamic", "use_fullgraph", "use_regional_compilation")
-KEYS = [f"{SECTION}.{name}" for name in _FP8] + [f"{DYNAMO}.dynamo_{name}" for name in _DYNAMO]
+_SCALING = "of delayed scaling"
+_DELAYED: Table = {
+    "margin": ("fp8.margin", Draft.whole, _SCALING),
+    "amax_history_length": ("fp8.amax_history_len", Draft.whole, _SCALING),
+    "amax_history_len": ("fp8.amax_history_len", Draft.whole, _SCALING),
+    "amax_compute_algorithm": ("fp8.amax_compute_algo", Draft.get, _SCALING),
+    "amax_compute_algo": ("fp8.amax_compute_algo", Draft.get, _SCALING),
+}
+_IGNORED = "newer versions of TransformerEngine ignore it"
+_TRANSFORMER_ENGINE = {
+    **dict.fromkeys(_DELAYED, "delayed scaling is off: mxfp8 has a scale for each block"),
+    "interval": _IGNORED,
+    "override_linear_precision": _IGNORED,
+    "use_autocast_during_eval": "evaluation is in bf16 with TransformerEngine",
+}
+# weights are sent as fp8 under fsdp only
+_TORCHAO: Table = {
+    "enable_fsdp_float8_all_gather": ("fp8.all_gather", Draft.truth, "of torchao's layers"),
+    "pad_inner_dim": ("fp8.pad", Draft.truth, "of torchao's layers"),
+}
+_LEVELS = "of MS-AMP. O1 is fp8: {all_gather: true} under fsdp, O2 is fa.optim.adamw8bit(codes='fp8')"
+_MS_AMP = {"opt_level": _LEVELS, "optimization_level": _LEVELS}
+FP8_KEYS = (
+    *("backend", "fp8_format", "use_mxfp8_block_scaling"),
+    *(*_TRANSFORMER_ENGINE, *_TORCHAO, *_MS_AMP),
+)
+_COMPILER: Table = {
+    "use_dynamic": ("compile_options.dynamic", Draft.flag, "of torch.compile"),
+    "use_fullgraph": ("compile_options.fullgraph", Draft.flag, "of torch.compile"),
+}
+DYNAMO_KEYS = ("backend", "mode", "use_regional_compilation", *_COMPILER)
 
 
 def read(draft: Draft) -> None:
@@ -33,111 +54,60 @@ def read(draft: Draft) -> None:
         ConfigError: a name that does not exist, or two keys that contradict each other.
     """
     key = "mixed_precision"
-    if draft.has(key) and draft.get(key) is not None:
+    if draft.get(key) is not None:
         value = draft.choice(key, _PRECISIONS, "no")
         draft.set(key, "precision", value, "of the whole loss function. Master parameters are fp32")
-    draft.skip(key, "no precision is named") if draft.has(key) else None
-    _fp8(draft)
-    _compile(draft)
+    draft.skip("no precision is named", key)
+    if draft.below(FP8):
+        unused = _read_fp8(draft)
+        draft.reasons(dict.fromkeys(FP8_KEYS, unused), FP8, "fp8_")
+    unused = _read_compiler(draft)
+    draft.reasons(dict.fromkeys(DYNAMO_KEYS, unused), DYNAMO, "dynamo_")
 
 
-def _spelled(draft: Draft, section: str, prefix: str, name: str) -> str:
-    """The key as the document spells it: with or without the prefix."""
-    long = f"{section}.{prefix}{name}"
-    return long if long in draft.leaves else f"{section}.{name}"
-
-
-def _fp8(draft: Draft) -> None:
-    keys = {name: _spelled(draft, SECTION, "" if name.startswith("fp8_") else "fp8_", name) for name in _FP8}
-    if not draft.below(SECTION):
-        return
-    precision = draft.fields.get("precision")
-    if precision not in (None, "fp8"):
-        draft.skip_all(keys.values(), f"mixed_precision is {precision}, so Accelerate does not read it")
-        return
-    if precision is None:
-        draft.fill("precision", "fp8", SECTION)
-    backend = draft.choice(keys["backend"], _BACKENDS, "AO")
+def _read_fp8(draft: Draft) -> str:
+    """Set the options of fp8, and return why the other keys have no effect."""
+    precision = draft.fields.get("precision", "fp8")
+    if precision != "fp8":
+        return f"mixed_precision is {precision}, so Accelerate does not read it"
+    draft.fill("precision", "fp8", FP8)
+    key = draft.key(FP8, "backend", "fp8_")
+    backend = draft.choice(key, _BACKENDS, "AO")
+    why = f"needs {backend}, and a GPU that computes in fp8"
     if backend == "ms_amp":
-        _ms_amp(draft, keys)
-        return
-    draft.set(
-        keys["backend"], "fp8.backend", backend, f"needs {_PACKAGES[backend]}, and a GPU that computes in fp8"
-    )
-    draft.fill("fp8.backend", backend, keys["backend"])
-    if backend == "transformer_engine":
-        _transformer_engine(draft, keys)
+        why = "MS-AMP is no longer maintained. torchao computes the same products in fp8. Needs torchao"
+        draft.set(key, "fp8.backend", "torchao", why)
+        draft.reasons(_MS_AMP, FP8, "fp8_")
+        return "it is an option of another backend"
+    draft.set(key, "fp8.backend", backend, why)
+    if backend == "torchao":
+        draft.read(_TORCHAO, FP8, "fp8_")
     else:
-        for name, field in (("enable_fsdp_float8_all_gather", "all_gather"), ("pad_inner_dim", "pad")):
-            if draft.has(keys[name]):
-                draft.set(keys[name], f"fp8.{field}", draft.truth(keys[name]), "of torchao's layers")
-        # weights are sent as fp8 under fsdp only
-        draft.skip_all(keys.values(), "it is an option of another backend")
+        form, block = f"{FP8}.fp8_format", draft.key(FP8, "use_mxfp8_block_scaling", "fp8_")
+        recipe = draft.choice(form, {"HYBRID": "hybrid", "E4M3": "e4m3"}, "HYBRID")
+        recipe = "mxfp8" if draft.truth(block) else recipe
+        draft.set(form, "fp8.recipe", recipe, "the formats of forward and backward")
+        draft.set(block, "fp8.recipe", recipe, "a scale for each block of 32 values, or delayed scaling")
+        if recipe != "mxfp8":
+            draft.read(_DELAYED, FP8, "fp8_")
+        draft.reasons(_TRANSFORMER_ENGINE, FP8, "fp8_")
+    return "it is an option of another backend"
 
 
-_PACKAGES = {"transformer_engine": "transformer_engine", "torchao": "torchao"}
-
-
-def _transformer_engine(draft: Draft, keys: dict[str, str]) -> None:
-    block = draft.truth(keys["use_mxfp8_block_scaling"])
-    form = draft.choice(keys["fp8_format"], {"HYBRID": "hybrid", "E4M3": "e4m3"}, "HYBRID")
-    recipe = "mxfp8" if block else form
-    draft.fill("fp8.recipe", recipe, keys["fp8_format"])
-    draft.row(keys["fp8_format"], f"fp8.recipe: {recipe}", "the formats of forward and backward")
-    draft.row(
-        keys["use_mxfp8_block_scaling"],
-        f"fp8.recipe: {recipe}",
-        "a scale for each block of 32 values, or delayed scaling",
-    )
-    pairs = (
-        ("margin", "margin"),
-        ("amax_history_length", "amax_history_len"), ("amax_history_len", "amax_history_len"),
-        ("amax_compute_algorithm", "amax_compute_algo"), ("amax_compute_algo", "amax_compute_algo"),
-    )  # fmt: skip
-    for name, field in pairs:
-        if draft.has(keys[name]) and not block:
-            value: Any = draft.get(keys[name]) if "algo" in name else draft.whole(keys[name])
-            draft.set(keys[name], f"fp8.{field}", value, "of delayed scaling")
-    draft.skip_all(
-        [keys[name] for name, _ in pairs], "delayed scaling is off: mxfp8 has a scale for each block"
-    )
-    draft.skip_all([keys["interval"]], "newer versions of TransformerEngine ignore it")
-    draft.skip_all([keys["override_linear_precision"]], "newer versions of TransformerEngine ignore it")
-    draft.skip_all([keys["use_autocast_during_eval"]], "evaluation is in bf16 with TransformerEngine")
-    draft.skip_all(keys.values(), "it is an option of another backend")
-
-
-def _ms_amp(draft: Draft, keys: dict[str, str]) -> None:
-    why = "MS-AMP is no longer maintained. torchao computes the same products in fp8. Needs torchao"
-    draft.set(keys["backend"], "fp8.backend", "torchao", why)
-    for name in ("opt_level", "optimization_level"):
-        draft.skip_all(
-            [keys[name]],
-            "of MS-AMP. O1 is fp8: {all_gather: true} under fsdp, O2 is fa.optim.adamw8bit(codes='fp8')",
-        )
-    draft.skip_all(keys.values(), "it is an option of another backend")
-
-
-def _compile(draft: Draft) -> None:
-    keys = {name: _spelled(draft, DYNAMO, "dynamo_", name) for name in _DYNAMO}
+def _read_compiler(draft: Draft) -> str:
+    """Set the options of the compiler, and return why the other keys have no effect."""
+    key = draft.key(DYNAMO, "backend", "dynamo_")
     if "dynamo_backend" in draft.leaves:  # before it had a section
-        keys["backend"] = "dynamo_backend"
-    backend = str(draft.get(keys["backend"], "no")).lower()
+        key = "dynamo_backend"
+    backend = str(draft.get(key, "no")).lower()
     if backend in ("no", "none", "false"):
-        draft.skip_all(keys.values(), "nothing is compiled")
-        return
-    regional = draft.truth(keys["use_regional_compilation"])
-    draft.fill("compile", "block" if regional else "loss", keys["use_regional_compilation"])
-    draft.set(keys["backend"], "compile_options.backend", backend, "of torch.compile")
-    draft.row(
-        keys["use_regional_compilation"],
-        f"compile: {'block' if regional else 'loss'}",
-        "each repeated block, or the loss function",
-    )
-    mode = draft.get(keys["mode"], "default")
-    if mode != "default":
-        draft.set(keys["mode"], "compile_options.mode", mode, "of torch.compile")
-    for name, field in (("use_dynamic", "dynamic"), ("use_fullgraph", "fullgraph")):
-        if draft.truth(keys[name]):
-            draft.set(keys[name], f"compile_options.{field}", True, "of torch.compile")
-    draft.skip_all(keys.values(), "it is the default")
+        draft.skip("nothing is compiled", key)
+        return "nothing is compiled"
+    draft.set(key, "compile_options.backend", backend, "of torch.compile")
+    regional, mode = (draft.key(DYNAMO, name, "dynamo_") for name in ("use_regional_compilation", "mode"))
+    scope = "block" if draft.truth(regional) else "loss"
+    draft.set(regional, "compile", scope, "each repeated block, or the loss function")
+    if draft.get(mode, "default") != "default":
+        draft.set(mode, "compile_options.mode", draft.get(mode), "of torch.compile")
+    draft.read(_COMPILER, DYNAMO, "dynamo_")
+    return DEFAULT
