@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from fnaccel.config.applying import shard_options as shard_options
     from fnaccel.config.importing.draft import Imported as Imported
     from fnaccel.config.importing.draft import Row as Row
-    from fnaccel.config.importing.kinds import import_document as import_document
+    from fnaccel.config.importing.files import import_document as import_document
 else:  # applying a recipe needs torch, which takes seconds to import. Reading and writing one does not
     __getattr__, __dir__, __all__ = _lazy.attach(
         __name__,
         {
             "fnaccel.config.applying": "apply recipe scan_options shard_options",
             "fnaccel.config.importing.draft": "Imported Row",
-            "fnaccel.config.importing.kinds": "import_document",
+            "fnaccel.config.importing.files": "import_document",
         },
     )

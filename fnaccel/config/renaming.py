@@ -66,7 +66,7 @@ def _keys_of(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, ya
 
 def _tool(plain: object) -> str | None:
     try:
-        kind: str = _lazy.load("fnaccel.config.importing.kinds").kind_of(plain)
+        kind: str = _lazy.load("fnaccel.config.importing.files").kind_of(plain)
         return kind
     except ConfigError:
         return None

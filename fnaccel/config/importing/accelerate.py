@@ -97,11 +97,8 @@ def _on_machines(draft: Draft, files: Mapping[str, Mapping[str, Any]]) -> str:
     machines.read(draft, cpu=kind == "MULTI_CPU")
     total = draft.fields.get("launch.ranks", 0) * draft.fields["launch.machines"]
     if kind == "NO" and total > 1:
-        raise draft.wrong(
-            "distributed_type",
-            f"this is one process, and num_processes is {total}",
-            "MULTI_GPU or MULTI_CPU, or num_processes: 1",
-        )
+        what = f"this is one process, and num_processes is {total}"
+        raise draft.wrong("distributed_type", what, "MULTI_GPU or MULTI_CPU, or num_processes: 1")
     strategy = _strategy(draft, kind, files)
     if kind not in ("TPU", "XLA"):
         strategy = strategies.read_parallelism(draft, kind, total or None) or strategy

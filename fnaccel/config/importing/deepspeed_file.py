@@ -104,11 +104,8 @@ def _step(draft: Draft, prefix: str) -> None:
     if all(draft.get(key, "auto") != "auto" for key in keys):
         total, micro, steps = (draft.whole(key) or 0 for key in keys)
         if micro * steps == 0 or total % (micro * steps):
-            raise draft.wrong(
-                keys[0],
-                f"no number of ranks makes it from micro-batches of {micro} and {steps} steps",
-                "a multiple of both",
-            )
+            what = f"no number of ranks makes it from micro-batches of {micro} and {steps} steps"
+            raise draft.wrong(keys[0], what, "a multiple of both")
 
 
 def _optimizer(draft: Draft, prefix: str) -> None:
@@ -127,11 +124,8 @@ def _optimizer(draft: Draft, prefix: str) -> None:
         peaks = [draft.get(f"{prefix}scheduler.params.{name}") for name in _PEAKS]
         first, rate = rate, next((peak for peak in peaks if peak not in (None, "auto")), rate)
         if first not in (None, "auto", rate):
-            raise draft.wrong(
-                f"{prefix}optimizer.params.lr",
-                f"the scheduler rises to {rate}, which DeepSpeed takes",
-                f'write {rate} or "auto"',
-            )
+            what = f"the scheduler rises to {rate}, which DeepSpeed takes"
+            raise draft.wrong(f"{prefix}optimizer.params.lr", what, f'write {rate} or "auto"')
     for key in (f"{prefix}optimizer.params.lr", *(f"{prefix}scheduler.params.{name}" for name in _PEAKS)):
         if draft.get(key) == rate and rate not in (None, "auto"):
             draft.set(key, "optimizer.lr", draft.number(key), "the file and the recipe have to agree")

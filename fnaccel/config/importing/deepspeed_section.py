@@ -13,10 +13,12 @@ SECTION = "deepspeed_config"
 FILE = f"{SECTION}.deepspeed_config_file"
 _FOLDER = f"{SECTION}.offload_optimizer_nvme_path"
 _LAUNCHERS = {
-    "pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun", "mvapich": "mpirun",
+    **dict.fromkeys(("openmpi", "mpich", "impi", "mvapich"), "mpirun"),
+    "pdsh": "pdsh",
     "slurm": "slurm",
-    "standard": None, "nossh": None,
-}  # fmt: skip
+    "standard": None,
+    "nossh": None,
+}
 
 
 def _stage(draft: Draft, key: str) -> int:
@@ -151,14 +153,12 @@ def _fill_auto(draft: Draft, path: str) -> None:
     for name, (option, other, default) in _IN_BOTH.items():
         key, written = f"{SECTION}.{name}", draft.get(f"{path}: {other}", default)
         value = draft.get(key)
-        if value is None:
-            continue
-        if written == "auto":
+        if value is not None and written == "auto":
             why = f'it fills the "auto" of {path}'
             if str(value).lower() != "none":
                 draft.set(key, f"deepspeed.{option}", value, why)
             draft.row(key, f"strategy: deepspeed({option}={value!r})", why)
-        elif str(value) != str(written):
+        elif value is not None and str(value) != str(written):
             fix = f"remove {key}, or make both equal: DeepSpeed takes one"
             raise draft.wrong(key, f"the file of {FILE} says {written!r}", fix)
 

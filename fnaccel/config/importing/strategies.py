@@ -20,12 +20,16 @@ _SIZE = f"{FSDP}.fsdp_min_num_params"
 _SYNC = f"{FSDP}.fsdp_sync_module_states"
 _LOADING = f"{FSDP}.fsdp_cpu_ram_efficient_loading"
 _OFFLOAD = f"{FSDP}.fsdp_activation_checkpointing_offload"
-_NAMES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_SHAPES = {
+    "FULL_SHARD": "fsdp",
+    "SHARD_GRAD_OP": "fsdp(reshard_after_forward=False)",
+    "NO_SHARD": "ddp",
+    "HYBRID_SHARD": "hsdp",
+    "HYBRID_SHARD_ZERO2": "hsdp(reshard_after_forward=False)",
+}
 # FSDP1 numbers its strategies from 1
-_STRATEGIES = {**{name: name for name in _NAMES}, **{str(n): name for n, name in enumerate(_NAMES, 1)}}
+_STRATEGIES = {**{name: name for name in _SHAPES}, **{str(n): name for n, name in enumerate(_SHAPES, 1)}}
 _POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
-
-
 _OPTIONS: Table = {
     "fsdp_offload_params": ("fsdp.offload", Draft.flag, "parameters and slots stay on the CPU"),
     "fsdp_forward_prefetch": ("fsdp.forward_prefetch", Draft.one, "one unit is gathered ahead"),
@@ -58,7 +62,7 @@ def read_fsdp(draft: Draft) -> str:
         ConfigError: two keys contradict each other, or a name does not exist.
     """
     name = _sharding(draft)
-    if _is_late(name):
+    if "reshard" in _SHAPES[name]:
         draft.options["reshard_after_forward"] = False
     _read_units(draft)
     draft.read(_OPTIONS, FSDP)
@@ -81,7 +85,7 @@ def read_fsdp(draft: Draft) -> str:
 
 def _sharding(draft: Draft) -> str:
     name = draft.choice(_STRATEGY, _STRATEGIES, "FULL_SHARD")
-    draft.row(_STRATEGY, _shown(name), "the same sharding under FSDP2")
+    draft.row(_STRATEGY, f"strategy: {_SHAPES[name]}", "the same sharding under FSDP2")
     if _RESHARD not in draft.leaves:
         return name
     value = str(draft.get(_RESHARD)).upper()
@@ -97,17 +101,8 @@ def _sharding(draft: Draft) -> str:
     if draft.get(_STRATEGY) is not None and chosen != name:
         what = f"fsdp_sharding_strategy is {name}, which contradicts it"
         raise draft.wrong(_RESHARD, what, f"remove {_STRATEGY}")
-    draft.row(_RESHARD, _shown(chosen), "whether parameters are freed after forward")
+    draft.row(_RESHARD, f"strategy: {_SHAPES[chosen]}", "whether parameters are freed after forward")
     return chosen
-
-
-def _is_late(name: str) -> bool:
-    return name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-
-
-def _shown(name: str) -> str:
-    shape = "ddp" if name == "NO_SHARD" else "hsdp" if name.startswith("HYBRID") else "fsdp"
-    return f"strategy: {shape}(reshard_after_forward=False)" if _is_late(name) else f"strategy: {shape}"
 
 
 def _read_units(draft: Draft) -> None:
@@ -141,8 +136,6 @@ _AXES = {
 _METHODS = {"allgather": "gather", "alltoall": "ring"}
 _ANY_KERNEL = "F.scaled_dot_product_attention is cut, with any kernel: see fa.transforms.attention"
 _ANY_LENGTH = "each batch may have its own length"
-
-
 _SEQUENCES = {
     "cp_backend": _ANY_KERNEL,
     "sp_backend": _ANY_KERNEL,
@@ -222,17 +215,13 @@ def _product(sizes: dict[str, int], method: str, options: dict[str, Any] | None)
     return " * ".join(axes)
 
 
+_PIPELINES = "needs pipelines, which fnaccel does not have"
 _DEGREES = {
     "tp_degree": ("strategy: tensor({})", "needs a model with a plan of its layers"),
     "context_parallel_size": ("strategy: context({})", "sequences are cut over ranks"),
-    "pp_degree": (
-        NOTHING,
-        "needs pipelines, which fnaccel does not have. The ranks hold copies or shards instead",
-    ),
-    "num_layers_per_virtual_pipeline_stage": (NOTHING, "needs pipelines, which fnaccel does not have"),
+    "pp_degree": (NOTHING, f"{_PIPELINES}. The ranks hold copies or shards instead"),
+    "num_layers_per_virtual_pipeline_stage": (NOTHING, _PIPELINES),
 }
-
-
 MEGATRON_KEYS = (
     *(f"megatron_lm_{name}" for name in _DEGREES),
     *("megatron_lm_num_micro_batches", "megatron_lm_gradient_clipping", "megatron_lm_sequence_parallelism"),
@@ -254,20 +243,14 @@ def read_megatron(draft: Draft) -> str:
     axes = [call("fsdp", reshard_after_forward=False) if sharded else "ddp"]
     why = "whether slots are sharded over the ranks that hold copies"
     draft.row(f"{section}use_distributed_optimizer", f"strategy: {axes[0]}", why)
-    options: dict[str, Any] = {}
-    key, unused = f"{section}sequence_parallelism", DEFAULT
-    if draft.truth(key):
-        unused = "it has an effect beside tp_degree only"
-        if degree > 1:
-            options["sequence"] = True
-            why = "needs a plan that marks the ends of the sequence"
-            draft.row(key, "strategy: tensor(sequence=True)", why)
-    draft.skip(unused, key)
-    draft.step(
-        f"{section}num_micro_batches",
-        f"{section}gradient_clipping",
-        "each batch is cut into so many micro-batches",
-    )
+    key = f"{section}sequence_parallelism"
+    sequence = bool(draft.truth(key))
+    if sequence and degree > 1:
+        why = "needs a plan that marks the ends of the sequence"
+        draft.row(key, "strategy: tensor(sequence=True)", why)
+    draft.skip("it has an effect beside tp_degree only" if sequence else DEFAULT, key)
+    why = "each batch is cut into so many micro-batches"
+    draft.step(f"{section}num_micro_batches", f"{section}gradient_clipping", why)
     key = f"{section}recompute_activations"
     if draft.get(key) is not None:
         scope = "attention" if draft.truth(key) else False
@@ -275,5 +258,5 @@ def read_megatron(draft: Draft) -> str:
     if cut > 1:
         axes.append(call("context", cut))
     if degree > 1:
-        axes.append(call("tensor", degree, **options))
+        axes.append(call("tensor", degree, **({"sequence": True} if sequence else {})))
     return " * ".join(axes)
