@@ -48,7 +48,7 @@ def renamed(path: Path, table: Mapping[str, str] | None = None) -> tuple[str, st
     try:
         from_yaml(after)
     except ConfigError as error:
-        tool = _tool(plain)
+        tool = _lazy.load("fnaccel.config.importing.files").tool_of(plain)
         if tool is None:
             raise
         raise ConfigError(
@@ -62,11 +62,3 @@ def _keys_of(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, ya
         for key, value in node.value:
             yield f"{prefix}{key.value}", key
             yield from _keys_of(value, f"{prefix}{key.value}.")
-
-
-def _tool(plain: object) -> str | None:
-    try:
-        kind: str = _lazy.load("fnaccel.config.importing.files").kind_of(plain)
-        return kind
-    except ConfigError:
-        return None

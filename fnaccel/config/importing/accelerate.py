@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fnaccel.config.importing import deepspeed_section, machines, precision, strategies
+from fnaccel.config.importing import deepspeed_file, machines, precision, strategies
 from fnaccel.config.importing.draft import DEFAULT, MICRO_BATCHES, Draft, Imported, call, leaves_of
 
 _DEVICES = {
@@ -21,7 +21,7 @@ _DEVICES = {
 }
 _OWNERS = {
     strategies.FSDP: "FSDP",
-    deepspeed_section.SECTION: "DEEPSPEED",
+    deepspeed_file.SECTION: "DEEPSPEED",
     strategies.MEGATRON: "MEGATRON_LM",
 }
 _KINDS = ("NO", *_DEVICES, *_OWNERS.values(), "TPU", "XLA", "TP")
@@ -42,7 +42,7 @@ _TOP = (
 )
 _SECTIONS: Mapping[str, Iterable[str]] = {
     strategies.FSDP: strategies.FSDP_KEYS,
-    deepspeed_section.SECTION: deepspeed_section.KEYS,
+    deepspeed_file.SECTION: deepspeed_file.KEYS,
     strategies.PARALLELISM: [f"{strategies.PREFIX}{name}" for name in strategies.PARALLELISM_KEYS],
     strategies.MEGATRON: strategies.MEGATRON_KEYS,
     precision.FP8: precision.FP8_KEYS,
@@ -74,7 +74,11 @@ def read(document: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) ->
     precision.read(draft)
     draft.reasons(_GENERAL)
     draft.reasons(_IPEX, "ipex_config")
-    draft.step(*_STEP, MICRO_BATCHES, "the norm over all ranks")
+    count, norm = _STEP
+    if draft.get(count) is not None:
+        draft.set(count, "accumulate", draft.whole(count), MICRO_BATCHES)
+    if draft.get(norm) is not None:
+        draft.set(norm, "clip_norm", draft.number(norm) or None, "the norm over all ranks")
     draft.skip(DEFAULT, *_STEP)
     remote = {"ec2_instance_type", "iam_role_name", machines.ARGUMENTS} & set(document)
     if str(draft.get("compute_environment")) == "AMAZON_SAGEMAKER" or remote:
@@ -124,7 +128,7 @@ def _strategy(draft: Draft, kind: str, files: Mapping[str, Mapping[str, Any]]) -
     if kind == "FSDP":
         return strategies.read_fsdp(draft)
     if kind == "DEEPSPEED":
-        return deepspeed_section.read(draft, files)
+        return deepspeed_file.read_section(draft, files)
     if kind == "MEGATRON_LM":
         return strategies.read_megatron(draft)
     if kind == "TP":

@@ -261,14 +261,13 @@ class Draft:
         except (TypeError, ValueError):
             raise self.wrong(key, "this is no number", fix) from None
 
-    def step(
-        self, count: str, norm: str, why: str, bound: str = "the norm over all ranks. 0: no bound"
-    ) -> None:
+    def step(self, count: str, norm: str, why: str) -> None:
         """Set the micro-batches of a step and the bound of its norm, unless the keys leave them open."""
         if str(self.get(count)).lower() not in ("auto", "none"):
             self.set(count, "accumulate", self.whole(count), why)
         if str(self.get(norm)).lower() not in ("auto", "none"):
-            self.set(norm, "clip_norm", self.number(norm) or None, bound)
+            bound = self.number(norm) or None
+            self.set(norm, "clip_norm", bound, "the norm over all ranks. 0: no bound")
 
     def names(self, key: str) -> list[str]:
         """A list of texts, or one text with commas. `None` in it counts as absent.

@@ -145,7 +145,7 @@ def import_file(path: Path, deepspeed: Path | None = None) -> Imported:
             repeated[key] = earlier, later
 
     document = parse(path, repeat)
-    if repeated and _kind(document) != "accelerate":
+    if repeated and tool_of(document) != "accelerate":
         parse(path)  # raises: the files of other tools have no key twice
     for key, (earlier, later) in repeated.items():
         if repr(earlier) != repr(later):
@@ -170,7 +170,8 @@ def import_file(path: Path, deepspeed: Path | None = None) -> Imported:
     return attrs.evolve(imported, rows=(*imported.rows, *rows))
 
 
-def _kind(document: Any) -> str | None:
+def tool_of(document: object) -> str | None:
+    """As `kind_of`, or None if the document can't be imported."""
     try:
         return kind_of(document)
     except ConfigError:
