@@ -207,9 +207,14 @@ def commented(imported: Imported, source: str) -> str:
 def _emit(branch: Mapping[str, Any], indent: str) -> list[str]:
     lines: list[str] = []
     for key, value in branch.items():
+        start = f"{indent}{_on_one_line(key)}:"
         if isinstance(value, dict) and value:
-            lines += [f"{indent}{key}:", *_emit(value, indent + "  ")]
+            lines += [start, *_emit(value, indent + "  ")]
         else:
-            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n")
-            lines.append(f"{indent}{key}: {text.strip()}")
+            lines.append(f"{start} {_on_one_line(value)}")
     return lines
+
+
+def _on_one_line(value: object) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    return text.removesuffix("\n...\n").strip()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fnaccel as fa
-from fnaccel.config.importing import parse
+from fnaccel.config.importing import commented, parse
 from fnaccel.config.importing.draft import leaves_of
 from fnaccel.errors import FnaccelError
 from tests.config.importing.test_kinds import FILES
@@ -40,3 +40,9 @@ def test_a_replaced_value(original, value, data):
         return
     assert [row.key for row in imported.rows if ": " not in row.key] == list(leaves_of(document))
     assert fa.config.from_yaml(fa.config.to_yaml(imported.recipe)) == imported.recipe
+
+
+def test_a_variable_whose_name_yaml_reads_as_false():
+    document = {"num_processes": 1, "tpu_env": ["NO=1", "LOG=2"]}
+    text = commented(fa.config.import_document(document), "a.yaml")
+    assert fa.config.from_yaml(text).launch.env == {"NO": "1", "LOG": "2"}
