@@ -206,7 +206,6 @@ class SageMakerRecipe:
         max_wait: seconds to wait for spot instances, the time of the job included.
         max_run: seconds that the job may run.
         python, torch, transformers: versions, which choose the container. Texts: `"py312"`, `"2.6.0"`.
-        data_parallel: use SageMaker's own data-parallel library under `torch.distributed`.
         inputs_file: a table of two columns, `channel_name` and `data_location`, with tabs between them.
         metrics_file: a table of two columns, `metric_name` and `metric_regex`.
         network_isolation: the container gets no network.
@@ -235,7 +234,6 @@ class SageMakerRecipe:
     python: Any = attrs.field(default=None, converter=as_version("launch.sagemaker.python"))
     torch: Any = attrs.field(default=None, converter=as_version("launch.sagemaker.torch"))
     transformers: Any = attrs.field(default=None, converter=as_version("launch.sagemaker.transformers"))
-    data_parallel: bool = False
     inputs_file: str | None = None
     metrics_file: str | None = None
     network_isolation: bool = False

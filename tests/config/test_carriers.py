@@ -17,7 +17,7 @@ launch:
   tpu_vm: {name: pod, zone: z, folder: ~/gpt, sudo: true, workers: 0, commands: [ls], command_file: c.sh,
     env: {A: "1"}, install: fnaccel}
   sagemaker: {role: r, profile: p, region: e, image: i, instance_type: ml.g5.xlarge, job_name: n, spot: true,
-    max_wait: 100, max_run: 90, python: py312, torch: 2.6.0, transformers: 4.49.0, data_parallel: true,
+    max_wait: 100, max_run: 90, python: py312, torch: 2.6.0, transformers: 4.49.0,
     inputs_file: a.tsv, metrics_file: b.tsv, network_isolation: true, local: true, arguments: {volume_size: 3}}
   role: trainer
   rdzv: {join_timeout: 30}

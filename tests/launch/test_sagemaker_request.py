@@ -114,7 +114,7 @@ def test_spot_instances_keep_their_checkpoints(tables):
     more = (
         "--set launch.sagemaker.spot=true --set launch.sagemaker.max_wait=7200 --set launch.sagemaker.image=i"
     )
-    data = planned(f"{more} --set launch.sagemaker.data_parallel=true t.py", SAGEMAKER).request
+    data = planned(f"{more} t.py", SAGEMAKER).request
     estimator = data["estimator"]
     assert (estimator["use_spot_instances"], estimator["max_wait"]) == (True, 7200)
     assert estimator["checkpoint_local_path"] == "/opt/ml/checkpoints"
@@ -122,7 +122,7 @@ def test_spot_instances_keep_their_checkpoints(tables):
         json.loads(estimator["environment"]["FNACCEL_OVERRIDES"])["checkpoint.directory"]
         == "/opt/ml/checkpoints"
     )
-    assert estimator["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
+    assert estimator["distribution"] == {"torch_distributed": {"enabled": True}}
     assert "pytorch_version" not in estimator
     kept = planned(f"{more} --set checkpoint.directory=/opt/ml/checkpoints/a t.py", SAGEMAKER).request
     assert "checkpoints/a" in kept["estimator"]["environment"]["FNACCEL_OVERRIDES"]

@@ -170,7 +170,7 @@ ESTIMATOR: Table = {
 }
 _TYPES = {
     "NO": "one process",
-    "DATA_PARALLEL": "each rank has the whole model",
+    "DATA_PARALLEL": "each rank has the whole model. NCCL sends, in the place of SageMaker's library",
     "MODEL_PARALLEL": "SageMaker's own library. Needs a strategy of fnaccel instead, such as fsdp",
 }
 
@@ -191,18 +191,15 @@ def read_sagemaker(draft: Draft) -> str:
         draft.fill("launch.sagemaker.arguments", tree_of(others), ARGUMENTS)
     why = "needs an account, a role and the SDK of SageMaker"
     draft.set("compute_environment", "launch.carrier", "sagemaker", why)
-    became, parallel = "strategy: local", kind == "DATA_PARALLEL"
-    if parallel:
-        draft.fill("launch.sagemaker.data_parallel", True, "distributed_type")
-        became = "launch.sagemaker.data_parallel: True"
-    draft.row("distributed_type", became, f"{kind}: {_TYPES[kind]}")
+    strategy = "ddp" if kind == "DATA_PARALLEL" else "local"
+    draft.row("distributed_type", f"strategy: {strategy}", f"{kind}: {_TYPES[kind]}")
     machines = draft.whole("num_machines") or 1
     draft.set("num_machines", "launch.machines", machines, "instances of the job")
     ranks = ("gpu_ids", "num_processes", "machine_rank")
     draft.skip("SageMaker starts a rank for each GPU of an instance", *ranks)
     draft.skip("the instances decide it", "use_cpu", "debug")
     draft.skip("SageMaker starts the ranks", *KEYS, *(f"{MPI}.{name}" for name in MPI_KEYS))
-    if not parallel and machines == 1:
+    if strategy == "local" and machines == 1:
         draft.fill("launch.ranks", 1, "distributed_type")
         return "local"
     return "ddp"

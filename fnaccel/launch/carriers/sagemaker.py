@@ -57,9 +57,8 @@ def plan(request: Request) -> Plan:
     }
     if section.local and not estimator["instance_type"].startswith("local"):
         estimator["instance_type"] = "local" if job.cpu else "local_gpu"
-    distribution = _distribution(request)
-    if distribution:
-        estimator["distribution"] = distribution
+    if job.machines > 1 or job.ranks != 1:  # torchrun, with a rank for each GPU
+        estimator["distribution"] = {"torch_distributed": {"enabled": True}}
     if section.image is not None:
         estimator["image_uri"] = section.image
     else:
@@ -165,15 +164,6 @@ def _variables(request: Request) -> dict[str, str]:
     if "checkpoint.directory" not in job.overrides:
         job = attrs.evolve(job, overrides={**job.overrides, "checkpoint.directory": folder})
     return of_all_ranks(job)
-
-
-def _distribution(request: Request) -> dict[str, Any]:
-    if request.job.sagemaker.data_parallel:
-        return {"smdistributed": {"dataparallel": {"enabled": True}}}
-    if request.job.machines == 1 and request.job.ranks == 1:
-        return {}
-    # torchrun, with a rank for each GPU
-    return {"torch_distributed": {"enabled": True}}
 
 
 def _inputs(section: SageMakerRecipe) -> dict[str, str]:

@@ -67,14 +67,7 @@ def _trainer(data: Mapping[str, Any], boto: Any) -> None:
         arguments["stopping_condition"] = configs.StoppingCondition(**given)
     if estimator.pop("enable_network_isolation", False):
         arguments["networking"] = configs.Networking(enable_network_isolation=True)
-    distribution = estimator.pop("distribution", {})
-    if "smdistributed" in distribution:
-        raise LaunchError(
-            "sagemaker 3 can't start the data-parallel library",
-            where="launch.sagemaker.data_parallel",
-            fix='pip install "sagemaker<3", or leave it out',
-        )
-    if distribution:
+    if estimator.pop("distribution", None):
         arguments["distributed"] = _package("sagemaker.train.distributed").Torchrun()
     if "checkpoint_local_path" in estimator:
         place = estimator.pop("checkpoint_s3_uri", None) or _checkpoints(estimator, sessions)

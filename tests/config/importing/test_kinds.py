@@ -73,7 +73,7 @@ FIELDS = {
     "tpu_here": {"launch.tpu": True},
     "sagemaker": {"launch.carrier": "sagemaker", "launch.machines": 2, "launch.sagemaker.torch": "2.6",
                   "launch.sagemaker.spot": True, "launch.sagemaker.max_wait": 86400, "compile": "loss",
-                  "launch.sagemaker.data_parallel": True, "launch.sagemaker.network_isolation": True,
+                  "strategy": "ddp", "launch.sagemaker.network_isolation": True,
                   "launch.sagemaker.arguments": {"volume_size": 100, "tags": {"team": "a"}}},
     "sagemaker_local": {"launch.sagemaker.local": True, "launch.ranks": 1},
     "fp8_te": {"fp8.backend": "transformer_engine", "fp8.recipe": "hybrid", "fp8.margin": 0,
