@@ -24,17 +24,8 @@ if TYPE_CHECKING:
     from fnaccel.track.trackio import TrackioTracker as TrackioTracker
     from fnaccel.track.wandb import WandbTracker as WandbTracker
 else:  # a copy of fnaccel may lack them
+    from fnaccel.track.registry import BUILT_IN as _BUILT_IN
+
     __getattr__, __dir__, __all__ = _lazy.attach(
-        __name__,
-        {
-            "fnaccel.track.aim": "AimTracker",
-            "fnaccel.track.clearml": "ClearMLTracker",
-            "fnaccel.track.comet": "CometTracker",
-            "fnaccel.track.dvclive": "DVCLiveTracker",
-            "fnaccel.track.mlflow": "MLflowTracker",
-            "fnaccel.track.swanlab": "SwanLabTracker",
-            "fnaccel.track.tensorboard": "TensorBoardTracker",
-            "fnaccel.track.trackio": "TrackioTracker",
-            "fnaccel.track.wandb": "WandbTracker",
-        },
+        __name__, {f"fnaccel.track.{name}": kind for name, (kind, _) in _BUILT_IN.items()}
     )

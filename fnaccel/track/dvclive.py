@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnaccel.track.library import LibraryTracker, check_offline
-from fnaccel.track.media import as_pictures
+from fnaccel.track.library import LibraryTracker
+from fnaccel.track.media import named_pictures
 from fnaccel.track.plain import plain
 from fnaccel.track.tracker import Ranks
-from fnaccel.world.paths import local_path
 
 
 class DVCLiveTracker(LibraryTracker):
-    """Writes each step's metrics to files of DVCLive. The config is in `params.yaml`.
+    """Writes each step's metrics to files of DVCLive, one of each name, of text too.
+
+    The config is in `params.yaml`. The options of one call are those of `dvclive.Live.log_metric`, such as
+    `timestamp` and `plot`.
 
     Nothing needs a network. DVCLive empties its folder when a run begins, unless you give `resume=True`. In a
     Git repository with DVC it saves an experiment at the end, unless you give `save_dvc_exp=False`.
@@ -33,6 +35,11 @@ class DVCLiveTracker(LibraryTracker):
         'main'
     """
 
+    _module = "dvclive"
+    _starters = ("Live",)
+    _writer = "log_metric"
+    _closer = "end"
+
     def __init__(
         self,
         *,
@@ -41,39 +48,21 @@ class DVCLiveTracker(LibraryTracker):
         offline: bool | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(ranks)
-        self._directory = local_path(directory or ".", "DVCLiveTracker")
-        check_offline("DVCLiveTracker", offline, {})
+        super().__init__(directory=directory or ".", ranks=ranks, offline=offline)
         self.options = options
 
-    def start(self, config: Mapping[str, Any]) -> None:
-        """Begin the run.
-
-        Raises:
-            MissingBackendError: dvclive is not installed.
-        """
-        dvclive = self._import("dvclive", "dvclive")
-        self._check_options(self.options, dvclive.Live)
-        folder = self._directory / str(self._named("dvclive"))
-        self._run = dvclive.Live(dir=str(folder), **self.options)
-        self._run.log_params(_written(plain(config)))
+    def _begin(self, config: Mapping[str, Any]) -> Any:
+        folder = Path(self._directory or "", self._named("dvclive") or "")
+        live = self._library.Live(dir=str(folder), **self.options)
+        live.log_params(_written(plain(config)))
+        return live
 
     def _at(self, step: int, method: str) -> Any:
         live = self._started(method)
         live.step = step
         return live
 
-    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
-        """Write one step's metrics: a file of each name, of text too.
-
-        Args:
-            step: the step.
-            metrics: numbers and text.
-            options: further arguments of `dvclive.Live.log_metric`, such as `timestamp` and `plot`.
-
-        Raises:
-            ArgumentError: before `start`, or after `finish`.
-        """
+    def _write(self, step: int, metrics: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         live = self._at(step, "log")
         numbers, texts = self._numbers_and_texts(metrics)
         for name, value in {**numbers, **texts}.items():
@@ -81,15 +70,11 @@ class DVCLiveTracker(LibraryTracker):
             live.log_metric(name.replace("/", ".") if beside else name, value, **options)
         live.sync()
 
-    def _writer(self) -> Callable[..., Any]:
-        return self._run.log_metric
-
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. A later step's images of the same name replace them, as DVCLive does."""
         live = self._at(step, "log_images")
-        pictures = as_pictures(images)
-        for number, picture in enumerate(pictures):
-            live.log_image(f"{name}.png" if len(pictures) == 1 else f"{name}/{number}.png", picture)
+        for key, picture in named_pictures(name, images):
+            live.log_image(f"{key}.png", picture)
 
     def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib. A later step's figure of the same name replaces it."""
@@ -105,12 +90,6 @@ class DVCLiveTracker(LibraryTracker):
     def log_artifact(self, path: str | Path, name: str | None = None) -> None:
         """Keep a file by DVC. DVCLive leaves it out, with a warning, if there is no DVC repository."""
         self._started("log_artifact").log_artifact(str(path), name=name, copy=True)
-
-    def finish(self) -> None:
-        """End the run."""
-        live, self._run = self._run, None
-        if live is not None:
-            live.end()
 
 
 def _written(value: Any) -> Any:

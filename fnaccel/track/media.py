@@ -79,6 +79,13 @@ def as_pictures(images: object) -> list[Any]:
     return [Image.fromarray(_squeezed(pixels).numpy()) for pixels in as_pixels(images)]
 
 
+def named_pictures(name: str, images: object) -> Iterator[tuple[str, Any]]:
+    """The images of `as_pictures`, each with a name of its own: `digits/0` and so on, or `digits` for one."""
+    pictures = as_pictures(images)
+    for number, picture in enumerate(pictures):
+        yield (name if len(pictures) == 1 else f"{name}/{number}"), picture
+
+
 def _squeezed(pixels: torch.Tensor) -> torch.Tensor:
     return pixels[..., 0].contiguous() if pixels.shape[-1] == 1 else pixels.contiguous()
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnaccel.track.library import LibraryTracker, check_offline
-from fnaccel.track.media import as_pictures
+from fnaccel.track.library import LibraryTracker
+from fnaccel.track.media import named_pictures
 from fnaccel.track.plain import flat
 from fnaccel.track.tracker import Ranks
-from fnaccel.world.paths import local_path
 
 _LONGEST = 6_000
 """Characters that MLflow takes as the value of a parameter."""
@@ -21,6 +20,9 @@ _MOST = 100
 
 class MLflowTracker(LibraryTracker):
     """Sends each step's metrics to a run of MLflow. The config becomes the run's parameters.
+
+    Text is kept as the file `NAME/STEP.txt`. The options of one call are those of `mlflow.log_metrics`, such
+    as `synchronous` and `timestamp`.
 
     A run that the script began with `mlflow.start_run` is used, and left running.
 
@@ -44,6 +46,10 @@ class MLflowTracker(LibraryTracker):
         'main'
     """
 
+    _module = "mlflow"
+    _starters = ("start_run",)
+    _is_absolute = True
+
     def __init__(
         self,
         *,
@@ -55,54 +61,48 @@ class MLflowTracker(LibraryTracker):
         offline: bool | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(ranks)
-        self._project, self._name = project, run_name
         self._uri = tracking_uri
-        self._directory = None if directory is None else local_path(directory, "MLflowTracker").absolute()
-        remote = tracking_uri if "://" in str(tracking_uri) and not _is_local(str(tracking_uri)) else None
-        check_offline("MLflowTracker", offline, {"tracking_uri": remote})
-        self._offline = bool(offline)
-        if self._offline and tracking_uri is None and self._directory is None:
+        super().__init__(
+            project=project, run_name=run_name, directory=directory, ranks=ranks, offline=offline, **options
+        )
+        if offline and tracking_uri is None and self._directory is None:
             self._directory = Path("runs").absolute()
-        self.options = options
-        self._began = False
         self._ended: str | None = None
-        self._mlflow: Any = None
 
-    def start(self, config: Mapping[str, Any]) -> None:
-        """Begin the run, or join the run that the script began.
+    def _servers(self) -> dict[str, Any]:
+        uri = str(self._uri)
+        is_remote = "://" in uri and not uri.startswith(("sqlite:", "file:"))
+        return {"tracking_uri": uri if is_remote else None}
 
-        Raises:
-            MissingBackendError: mlflow is not installed.
-        """
-        self._mlflow = self._import("mlflow", "mlflow")
-        self._check_options(self.options, self._mlflow.start_run)
-        active = self._mlflow.active_run()
-        self._began = active is None
-        self._run = self._begin() if active is None else active
-        values = [(name, str(value)[:_LONGEST]) for name, value in flat(config).items()]
-        for first in range(0, len(values), _MOST):
-            self._mlflow.log_params(dict(values[first : first + _MOST]), run_id=self._id)
+    def _current(self) -> Any:
+        return self._library.active_run()
 
-    def _begin(self) -> Any:
+    def _begin(self, config: Mapping[str, Any]) -> Any:
         local = None
         if self._uri is not None:
-            self._mlflow.set_tracking_uri(self._uri)
-        elif self._directory is not None and (self._offline or not self._mlflow.is_tracking_uri_set()):
+            self._library.set_tracking_uri(self._uri)
+        elif self._directory is not None and (self._offline or not self._library.is_tracking_uri_set()):
             local = self._directory
             local.mkdir(parents=True, exist_ok=True)
-            self._mlflow.set_tracking_uri(f"sqlite:///{local / 'mlflow.db'}")
+            self._library.set_tracking_uri(f"sqlite:///{local / 'mlflow.db'}")
         options = dict(self.options)
         if "experiment_id" not in options and (self._project is not None or local is not None):
             options["experiment_id"] = self._experiment(self._project or "fnaccel", local)
-        return self._mlflow.start_run(run_name=self._named(self._name), **options)
+        self._run = self._library.start_run(run_name=self._named(self._name), **options)
+        self._join(config)
+        return self._run
 
     def _experiment(self, name: str, local: Path | None) -> str:
-        known = self._mlflow.get_experiment_by_name(name)
+        known = self._library.get_experiment_by_name(name)
         if known is not None:
             return known.experiment_id
         files = None if local is None else (local / "mlartifacts").as_uri()
-        return self._mlflow.create_experiment(name, artifact_location=files)
+        return self._library.create_experiment(name, artifact_location=files)
+
+    def _join(self, config: Mapping[str, Any]) -> None:
+        values = [(name, str(value)[:_LONGEST]) for name, value in flat(config).items()]
+        for first in range(0, len(values), _MOST):
+            self._library.log_params(dict(values[first : first + _MOST]), run_id=self._id)
 
     @property
     def _id(self) -> str:
@@ -110,36 +110,24 @@ class MLflowTracker(LibraryTracker):
 
     def _client(self, method: str) -> Any:
         self._started(method)
-        return self._mlflow.MlflowClient()
+        return self._library.MlflowClient()
 
-    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
-        """Send one step's metrics. Text is kept as the file `NAME/STEP.txt`.
-
-        Args:
-            step: the step.
-            metrics: numbers and text.
-            options: further arguments of `mlflow.log_metrics`, such as `synchronous` and `timestamp`.
-
-        Raises:
-            ArgumentError: before `start`, or after `finish`.
-        """
-        client = self._client("log")
+    def _write(self, step: int, metrics: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         numbers, texts = self._numbers_and_texts(metrics)
+        client = self._library.MlflowClient()
         if numbers:  # MLflow refuses names with other characters, such as the patterns of groups
             numbers = {re.sub(r"[^\w/.: -]", "_", name): value for name, value in numbers.items()}
-            self._mlflow.log_metrics(numbers, step=step, run_id=self._id, **options)
+            self._library.log_metrics(numbers, step=step, run_id=self._id, **options)
         for name, text in texts.items():
             client.log_text(self._id, text, f"{name}/{step}.txt")
 
-    def _writer(self) -> Callable[..., Any]:
-        return self._mlflow.log_metrics
+    def _write_function(self) -> Callable[..., Any]:
+        return self._library.log_metrics
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""
         client = self._client("log_images")
-        pictures = as_pictures(images)
-        for number, picture in enumerate(pictures):
-            key = name if len(pictures) == 1 else f"{name}/{number}"
+        for key, picture in named_pictures(name, images):
             client.log_image(self._id, picture, key=key, step=step)
 
     def log_figure(self, step: int, name: str, figure: object) -> None:
@@ -155,21 +143,13 @@ class MLflowTracker(LibraryTracker):
         """Keep a file: in the folder `name` of the run's files, or in their root."""
         self._client("log_artifact").log_artifact(self._id, str(path), name)
 
-    def finish(self) -> None:
-        """End the run if `start` began it."""
-        run, self._run = self._run, None
-        if run is not None and self._began:
-            self._ended = run.info.run_id
-            self._mlflow.MlflowClient().set_terminated(self._ended)
-            self.release()
+    def _close(self, run: Any) -> None:
+        self._ended = run.info.run_id
+        self._library.MlflowClient().set_terminated(self._ended)
+        self.release()
 
     def release(self) -> None:
         """End the run for MLflow in the thread that began it. MLflow has an active run for each thread."""
-        active = self._mlflow.active_run()
+        active = self._library.active_run()
         if active is not None and active.info.run_id == self._ended:
-            self._mlflow.end_run()
-
-
-def _is_local(uri: str) -> bool:
-    """Whether a tracking URI is a file or a database file of this machine."""
-    return uri.startswith(("sqlite:", "file:"))
+            self._library.end_run()

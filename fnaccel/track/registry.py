@@ -11,22 +11,22 @@ from typing import Any
 
 from fnaccel import _lazy
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest
-from fnaccel.track.library import own_options, unknown_option
+from fnaccel.track.library import all_options, check_known
 from fnaccel.track.tracker import Tracker
 
-_BUILT_IN: dict[str, tuple[str, str, str | None]] = {
-    "aim": ("aim", "AimTracker", "aim"),
-    "clearml": ("clearml", "ClearMLTracker", "clearml"),
-    "comet": ("comet", "CometTracker", "comet_ml"),
-    "dvclive": ("dvclive", "DVCLiveTracker", "dvclive"),
-    "jsonl": ("jsonl", "JsonlTracker", None),
-    "mlflow": ("mlflow", "MLflowTracker", "mlflow"),
-    "swanlab": ("swanlab", "SwanLabTracker", "swanlab"),
-    "tensorboard": ("tensorboard", "TensorBoardTracker", "tensorboard"),
-    "trackio": ("trackio", "TrackioTracker", "trackio"),
-    "wandb": ("wandb", "WandbTracker", "wandb"),
+BUILT_IN: dict[str, tuple[str, str | None]] = {
+    "aim": ("AimTracker", "aim"),
+    "clearml": ("ClearMLTracker", "clearml"),
+    "comet": ("CometTracker", "comet_ml"),
+    "dvclive": ("DVCLiveTracker", "dvclive"),
+    "jsonl": ("JsonlTracker", None),
+    "mlflow": ("MLflowTracker", "mlflow"),
+    "swanlab": ("SwanLabTracker", "swanlab"),
+    "tensorboard": ("TensorBoardTracker", "tensorboard"),
+    "trackio": ("TrackioTracker", "trackio"),
+    "wandb": ("WandbTracker", "wandb"),
 }
-"""Name -> module in this folder, class, and the package that it needs."""
+"""Name, which is a module in this folder -> class, and the package that it needs."""
 
 _registered: dict[str, Callable[..., Tracker]] = {}
 
@@ -68,7 +68,7 @@ def register(name: str, kind: Callable[..., Tracker]) -> None:
             where=f"fa.track.register({name!r})",
             fix="give a class with start(config), log(step, metrics) and finish()",
         )
-    hidden = _registered.get(name, _BUILT_IN.get(name))
+    hidden = _registered.get(name, BUILT_IN.get(name))
     if hidden is not None and hidden is not kind:
         whose = "one that was registered before" if name in _registered else "the built-in one"
         warnings.warn(f"the tracker {name!r} takes the place of {whose}", UserWarning, stacklevel=2)
@@ -84,7 +84,7 @@ def installed() -> tuple[str, ...]:
     """
     present = {
         name
-        for name, (_, _, package) in _BUILT_IN.items()
+        for name, (_, package) in BUILT_IN.items()
         if package is None or importlib.util.find_spec(package) is not None
     }
     return tuple(sorted(present | _registered.keys()))
@@ -98,14 +98,13 @@ def find(name: str, where: str) -> Callable[..., Tracker]:
     """
     if name in _registered:
         return _registered[name]
-    if name not in _BUILT_IN:
+    if name not in BUILT_IN:
         raise UnknownNameError(
             f"no tracker is called {name!r}",
             where=where,
-            fix=nearest(name, {*_BUILT_IN, *_registered}) + ', or fa.track.register("mine", MyTracker)',
+            fix=nearest(name, {*BUILT_IN, *_registered}) + ', or fa.track.register("mine", MyTracker)',
         )
-    module, kind, _ = _BUILT_IN[name]
-    return getattr(_lazy.load(f"fnaccel.track.{module}"), kind)
+    return getattr(_lazy.load(f"fnaccel.track.{name}"), BUILT_IN[name][0])
 
 
 def names_of(tracker: Tracker) -> set[str]:
@@ -117,9 +116,7 @@ def names_of(tracker: Tracker) -> set[str]:
     """
     kind = type(tracker)
     place = (kind.__module__, kind.__name__)
-    built_in = {
-        name for name, (module, cls, _) in _BUILT_IN.items() if place == (f"fnaccel.track.{module}", cls)
-    }
+    built_in = {name for name, (cls, _) in BUILT_IN.items() if place == (f"fnaccel.track.{name}", cls)}
     return {kind.__name__, *built_in, *(name for name, each in _registered.items() if each is kind)}
 
 
@@ -131,7 +128,7 @@ def check_names(options: Iterable[str], names: Iterable[str], where: str) -> Non
     Raises:
         UnknownNameError: another name. Names the nearest.
     """
-    known = {*names, *_BUILT_IN, *(cls for _, cls, _ in _BUILT_IN.values())}
+    known = {*names, *BUILT_IN, *(cls for cls, _ in BUILT_IN.values())}
     known |= {name for name, kind in _registered.items() if isinstance(kind, type)}
     for name in options:
         if name not in known:
@@ -184,18 +181,9 @@ def check_options(name: object, kind: Callable[..., Tracker], options: Iterable[
     Raises:
         ArgumentError: it has no parameter of that name. The known options are listed.
     """
-    try:
-        parameters = inspect.signature(kind).parameters.values()
-    except ValueError:  # a class of a compiled module may have no signature
-        return
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return
-    known = own_options(kind)
-    for option in options:
-        if option not in known:
-            raise unknown_option(
-                f"the tracker {name if isinstance(name, str) else kind.__name__}", option, known
-            )
+    known = all_options(kind)
+    if known is not None:
+        check_known(f"the tracker {name if isinstance(name, str) else kind.__name__}", options, known)
 
 
 def _takes_directory(kind: Callable[..., Tracker]) -> bool:

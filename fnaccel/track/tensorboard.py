@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fnaccel.track.library import LibraryTracker, check_offline
+from fnaccel.track.library import LibraryTracker
 from fnaccel.track.media import as_pixels
 from fnaccel.track.plain import markdown_table, plain
 from fnaccel.track.tracker import Ranks
@@ -19,7 +20,8 @@ from fnaccel.world.paths import local_path, named_errors
 class TensorBoardTracker(LibraryTracker):
     """Writes each step's metrics to event files. Look at them with `tensorboard --logdir runs`.
 
-    The config is a text in the run, named `config`. Nothing needs a network.
+    The config is a text in the run, named `config`. Text is written by `add_text`. Nothing needs a network.
+    An option of one call is `walltime`, in seconds since 1970.
 
     Args:
         directory: the folder of the event files. TensorBoard shows each folder as one run.
@@ -37,6 +39,12 @@ class TensorBoardTracker(LibraryTracker):
         1
     """
 
+    _module = "torch.utils.tensorboard"
+    _extra = "tensorboard"
+    _starters = ("SummaryWriter",)
+    _writer = "file_writer.add_summary"
+    _closer = "close"
+
     def __init__(
         self,
         directory: str | Path = "runs",
@@ -45,51 +53,28 @@ class TensorBoardTracker(LibraryTracker):
         offline: bool | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(ranks)
-        self._directory = local_path(directory, "TensorBoardTracker")
-        check_offline("TensorBoardTracker", offline, {})
+        directory = local_path(directory, type(self).__name__)
+        super().__init__(directory=directory, ranks=ranks, offline=offline)
         self.options = options
 
-    def start(self, config: Mapping[str, Any]) -> None:
-        """Open an event file, and write the config.
-
-        Raises:
-            MissingBackendError: tensorboard is not installed.
-            OSError: the file can't be written.
-        """
-        writers = self._import("torch.utils.tensorboard", "tensorboard")
-        self._check_options(self.options, writers.SummaryWriter)
-        name = self._named(None)
-        folder = self._directory if name is None else self._directory / name
+    def _begin(self, config: Mapping[str, Any]) -> Any:
+        folder = Path(self._directory or "", self._named(None) or "")
         with named_errors(folder):
-            self._run = writers.SummaryWriter(str(folder), **self.options)
+            writer = self._library.SummaryWriter(str(folder), **self.options)
         for key, value in plain(config).items():
             text = value if isinstance(value, str) else json.dumps(value, indent=1)
-            self._run.add_text(f"config/{key}", f"```\n{text}\n```")
+            writer.add_text(f"config/{key}", f"```\n{text}\n```")
+        return writer
 
-    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
-        """Write one step's metrics. Text is written by `add_text`.
-
-        Args:
-            step: the step.
-            metrics: numbers and text.
-            options: `walltime`, in seconds since 1970.
-
-        Raises:
-            ArgumentError: before `start`, or after `finish`.
-        """
-        summary: Any = self._import("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
-        # one event for all: the checksum of each event is Python's work, in a thread beside the training
-        writer = self._started("log")
+    def _write(self, step: int, metrics: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         numbers, texts = self._numbers_and_texts(metrics)
+        # one event for all: the checksum of each event is Python's work, in a thread beside the training
+        summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
         values = [summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         if values:
-            writer.file_writer.add_summary(summary(value=values), step, **options)
+            self._run.file_writer.add_summary(summary(value=values), step, **options)
         for name, text in texts.items():
-            writer.add_text(name, text, step, **options)
-
-    def _writer(self) -> Callable[..., Any]:
-        return self._run.file_writer.add_summary
+            self._run.add_text(name, text, step, **options)
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""
@@ -108,9 +93,3 @@ class TensorBoardTracker(LibraryTracker):
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Show a table as text."""
         self._started("log_table").add_text(name, markdown_table(columns, rows), step)
-
-    def finish(self) -> None:
-        """Write the remaining events and close the file."""
-        writer, self._run = self._run, None
-        if writer is not None:
-            writer.close()

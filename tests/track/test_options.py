@@ -8,9 +8,9 @@ import pytest
 
 import fnaccel as fa
 from fnaccel.errors import ArgumentError
-from fnaccel.track.registry import _BUILT_IN
+from fnaccel.track.registry import BUILT_IN
 
-NAMES = tuple(_BUILT_IN)
+NAMES = tuple(BUILT_IN)
 
 
 @pytest.mark.parametrize("name", NAMES)

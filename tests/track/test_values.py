@@ -317,7 +317,7 @@ def test_names_of_patterns_reach_mlflow_and_dvclive():
     live = SimpleNamespace(log_metric=lambda name, value: written.update({name: value}), sync=lambda: None)
     metrics = {"lr": 0.1, "lr/[ab]*bias": 0.2}
     first, second = MLflowTracker(), DVCLiveTracker()
-    first._mlflow, first._run = mlflow, SimpleNamespace(info=SimpleNamespace(run_id="0"))
+    first._library, first._run = mlflow, SimpleNamespace(info=SimpleNamespace(run_id="0"))
     second._run = live
     first.log(1, metrics)
     second.log(1, {**metrics, "eval/loss": 0.5})
