@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from operator import attrgetter
 
 import attrs
 
@@ -47,13 +48,10 @@ def text(ranks: Sequence[Summary]) -> str:
     ]
     parts = [columns(lines, ">" * 7), "Phases, ms/step:", columns(phases, ">" * (len(names) + 1))]
     if len(ranks) > 1:
-        slowest, quickest = max(ranks, key=_busy), min(ranks, key=_busy)
+        busy = attrgetter("busy")
+        slowest, quickest = max(ranks, key=busy), min(ranks, key=busy)
         parts.append(
             f"Rank {slowest.rank} is the slowest: {slowest.busy:.2f} ms/step without communication, "
             f"rank {quickest.rank} {quickest.busy:.2f}. Other ranks wait for it in their collectives."
         )
     return "\n\n".join(parts)
-
-
-def _busy(rank: Summary) -> float:
-    return rank.busy

@@ -6,8 +6,8 @@ import gzip
 import json
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ _COMMUNICATION = re.compile(
     r"^(gloo:|nccl:|c10d::|c10d_functional::|_c10d_functional::)|nccl.*kernel", re.IGNORECASE
 )
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-
-Spans = list[tuple[float, float]]
+_DATA = f"{PHASE}data"
 
 
 @attrs.frozen(kw_only=True)
@@ -101,69 +100,79 @@ def summarize(directory: str | os.PathLike[str]) -> list[Summary]:
             fix="record some: fa.scan(watch=fa.Watch(profile=fa.profile(directory))), with more steps "
             "than skip_first + wait + warmup",
         )
-    return [_merged(rank, [_read(path, rank) for path in files[rank]]) for rank in sorted(files)]
+    return [_summary(rank, files[rank]) for rank in sorted(files)]
 
 
-def _merged(rank: int, cycles: list[Summary]) -> Summary:
-    """The mean of several cycles, by their steps."""
-    steps = sum(cycle.steps for cycle in cycles)
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(v * cycle.steps for v, cycle in zip(values, cycles, strict=True)) / steps
-
+def _summary(rank: int, paths: list[Path]) -> Summary:
+    """The mean of a step of one rank, over all of its recordings."""
+    totals: Counter[str] = Counter()
+    for path in paths:
+        totals.update(_totals(path))
+    scale = 1e-3 / totals["steps"]  # traces are in microseconds
     names = ("wall", "compute", "communication", "hidden", "data", "idle")
-    times = {name: mean(getattr(cycle, name) for cycle in cycles) for name in names}
+    times = {name: totals[name] * scale for name in names}
     phases = {
-        name: mean(cycle.phases.get(name, 0.0) for cycle in cycles) for c in cycles for name in c.phases
+        name.removeprefix(PHASE): time * scale for name, time in totals.items() if name.startswith(PHASE)
     }
-    return Summary(rank=rank, steps=steps, phases=phases, **times)
+    return Summary(rank=rank, steps=totals["steps"], phases=phases, **times)
 
 
-def _read(path: Path, rank: int) -> Summary:
+def _totals(path: Path) -> dict[str, Any]:
+    """The number of steps in a trace, and the microseconds of each kind of work and of each phase."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         events: list[dict[str, Any]] = [e for e in json.loads(raw)["traceEvents"] if e.get("ph") == "X"]
     except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
         raise _no_trace(path) from error
-    windows = _spans(e for e in events if e["name"].startswith("ProfilerStep#"))
-    if not windows:
+    steps = [event for event in events if event["name"].startswith("ProfilerStep#")]
+    if not steps:
         raise _no_trace(path)
-    begin, end, steps = min(windows)[0], max(last for _, last in windows), len(windows)
-    wall = [(begin, end)]
-    communication = [e for e in events if _COMMUNICATION.search(e["name"])]
-    kernels = [e for e in events if e.get("cat") in _DEVICE]
-    if kernels:
-        communication = [e for e in communication if e.get("cat") in _DEVICE]
-    others = {id(e) for e in communication}
-    work = kernels or [e for e in events if e.get("cat") == "cpu_op"]
-    compute = _within(_spans(e for e in work if id(e) not in others), wall)
-    sent = _within(_spans(communication), wall)
-    waits = _within(_spans(e for e in events if e["name"] == f"{PHASE}data"), wall)
-    if kernels:
-        hidden = _within(sent, compute)
-        alone = _without(sent, compute)
-        waits = _without(_without(waits, compute), sent)
-    else:
-        compute = _without(compute, waits)
-        hidden = _within(sent, compute)
-        alone = _without(_without(sent, compute), waits)
-    phases: dict[str, Spans] = defaultdict(list)
-    for event in events:
-        if event["name"].startswith(PHASE):
-            phases[event["name"].removeprefix(PHASE)] += _spans([event])
-    milliseconds = 1e-3 / steps  # traces are in microseconds
-    used = _length(compute) + _length(alone) + _length(waits)
-    return Summary(
-        rank=rank,
-        steps=steps,
-        wall=(end - begin) * milliseconds,
-        compute=_length(compute) * milliseconds,
-        communication=_length(alone) * milliseconds,
-        hidden=_length(hidden) * milliseconds,
-        data=_length(waits) * milliseconds,
-        idle=(end - begin - used) * milliseconds,
-        phases={name: _length(_within(spans, wall)) * milliseconds for name, spans in phases.items()},
+    has_device = any(event.get("cat") in _DEVICE for event in events)
+    order = ("compute", "communication", _DATA) if has_device else (_DATA, "compute", "communication")
+    begin, end = min(map(_begin, steps)), max(map(_end, steps))
+    marks = [(begin, 1, "step"), (end, -1, "step")]
+    totals: dict[str, Any] = dict.fromkeys(
+        ("wall", "compute", "communication", "hidden", "data", "idle"), 0.0
     )
+    for event in events:
+        kind = _kind(event, has_device)
+        if kind is not None:
+            marks += [(_begin(event), 1, kind), (_end(event), -1, kind)]
+            totals.setdefault(kind, 0.0)
+    phases = [name for name in totals if name.startswith(PHASE)]
+    running: Counter[str] = Counter()
+    for (at, change, kind), (following, _, _) in pairwise(sorted(marks)):
+        running[kind] += change
+        if not running["step"]:
+            continue
+        share = next((each for each in order if running[each]), "idle")
+        totals["wall"] += following - at
+        totals["data" if share == _DATA else share] += following - at
+        if share == "compute" and running["communication"]:
+            totals["hidden"] += following - at
+        for phase in phases:
+            if running[phase]:
+                totals[phase] += following - at
+    return {"steps": len(steps), **totals}
+
+
+def _kind(event: dict[str, Any], has_device: bool) -> str | None:
+    """The phase or the kind of work of an event, or None if it is neither."""
+    name, category = event["name"], event.get("cat")
+    if name.startswith(PHASE):
+        return name
+    is_work = category in _DEVICE if has_device else category == "cpu_op"
+    if _COMMUNICATION.search(name):
+        return "communication" if is_work or not has_device else None
+    return "compute" if is_work else None
+
+
+def _begin(event: dict[str, Any]) -> float:
+    return float(event["ts"])
+
+
+def _end(event: dict[str, Any]) -> float:
+    return float(event["ts"]) + float(event.get("dur", 0.0))
 
 
 def _no_trace(path: Path) -> ArgumentError:
@@ -172,58 +181,3 @@ def _no_trace(path: Path) -> ArgumentError:
         where="fnaccel trace summarize",
         fix="record it again: fa.scan(watch=fa.Watch(profile=fa.profile(directory)))",
     )
-
-
-def _spans(events: Iterable[dict[str, Any]]) -> Spans:
-    return [(float(e["ts"]), float(e["ts"]) + float(e.get("dur", 0.0))) for e in events]
-
-
-def _joined(spans: Spans) -> Spans:
-    """Spans without overlaps, in order."""
-    joined: Spans = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _within(spans: Spans, limits: Spans) -> Spans:
-    """The parts of spans that lie in `limits`.
-
-    Example:
-        >>> _within([(0, 4), (3, 6)], [(1, 2), (5, 9)])
-        [(1, 2), (5, 6)]
-    """
-    parts: Spans = []
-    first, second = _joined(spans), _joined(limits)
-    i = j = 0
-    while i < len(first) and j < len(second):
-        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if begin < end:
-            parts.append((begin, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return parts
-
-
-def _without(spans: Spans, others: Spans) -> Spans:
-    """The parts of spans that lie outside of `others`.
-
-    Example:
-        >>> _without([(0, 4)], [(1, 2)])
-        [(0, 1), (2, 4)]
-    """
-    gaps: Spans = []
-    at = float("-inf")
-    for begin, end in _joined(others):
-        gaps.append((at, begin))
-        at = end
-    return _within(spans, [*gaps, (at, float("inf"))])
-
-
-def _length(spans: Spans) -> float:
-    return sum(end - begin for begin, end in _joined(spans))

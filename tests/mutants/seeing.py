@@ -11,12 +11,12 @@ SPIKES = "tests/transforms/test_spikes.py"
 
 MUTANTS = [
     Mutant(
-        "hidden communication counted as communication", "seeing/timeline.py", "alone = _without(sent, compute)\n",
-        "alone = sent\n", (PROFILE, "-k", "hides_communication"),
+        "hidden communication counted as communication", "seeing/timeline.py",
+        '("compute", "communication", _DATA)', '("communication", "compute", _DATA)', (PROFILE, "-k", "hides_communication"),
     ),
     Mutant(
         "waiting for data counted as compute", "seeing/timeline.py",
-        "        compute = _without(compute, waits)\n", "",
+        '(_DATA, "compute", "communication")', '("compute", _DATA, "communication")',
         (PROFILE, "-k", "on_the_cpu"),
     ),
     Mutant(
