@@ -337,7 +337,7 @@ def read_trackio(folder):
         for name, value in json.loads(values).items():
             if not isinstance(value, dict):
                 written.add(name, step, value)
-            elif name == "note":
+            elif value["_type"] == "trackio.markdown":
                 written.add(name, step, value["_value"])
             elif name == "words":
                 written.table = json.dumps(value)

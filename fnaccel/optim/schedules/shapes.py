@@ -351,15 +351,13 @@ class piecewise:  # noqa: N801
 
 
 def _check_total(warmup: int, total: int) -> None:
-    if not 0 <= warmup < total:
-        raise ArgumentError(
-            f"a warm-up of {warmup} updates does not fit in {total}",
-            where=_WHERE,
-            fix="both count updates (not batches, not samples), and warmup < total",
-        )
+    _check(
+        0 <= warmup < total,
+        f"a warm-up of {warmup} updates does not fit in {total}",
+        "both count updates (not batches, not samples), and warmup < total",
+    )
 
 
-# values that no scheduler sets by default, so that a change shows at once
 def as_schedule(lr: Rate) -> Schedule:
     """A schedule of a number or of a callable.
 

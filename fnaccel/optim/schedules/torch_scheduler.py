@@ -12,7 +12,10 @@ from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.step.callables import name_of
 
 _OTHERS = {"momentum": 0.8901, "betas": (0.8901, 0.9909), "weight_decay": 0.0109}
-"""Options of an optimizer besides the rate, which a scheduler may read but not change."""
+"""Options of an optimizer besides the rate, which a scheduler may read but not change.
+
+No scheduler sets these values by default, so a change shows at once.
+"""
 
 
 class _Stepped(torch.optim.Optimizer):
