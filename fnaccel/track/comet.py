@@ -47,7 +47,6 @@ class CometTracker(LibraryTracker):
     _writer = "log_metrics"
     _closer = "end"
     _online_option = ("online", True, False)
-    _server_options = ("online",)
     _is_absolute = True
 
     def _load(self) -> Any:

@@ -65,7 +65,7 @@ class LibraryTracker:
     _online_option: ClassVar[tuple[str, Any, Any] | None] = None
     """An option of the library, and its values for `offline=False` and `offline=True`."""
     _server_options: ClassVar[tuple[str, ...]] = ()
-    """Options that ask for a server, which contradict `offline=True`."""
+    """Further options that `offline=True` contradicts, since they ask for a server."""
     _is_absolute: ClassVar[bool] = False
     """Whether `directory` stays the same folder if the working directory changes before `start`."""
 
@@ -85,11 +85,13 @@ class LibraryTracker:
         self._project, self._name = project, run_name
         self._directory: Path | None = self._folder(directory)
         self._offline = offline
-        check_offline(owner, offline, self._servers())
+        asks = self._servers()
         if self._online_option is not None:
             name, online, without_network = self._online_option
-            chosen = without_network if offline else online
-            options[name] = options.get(name) if offline is None else chosen
+            asks[name] = options.setdefault(name, None)
+            if offline is not None:
+                options[name] = without_network if offline else online
+        check_offline(owner, offline, asks)
         self._rank: int | None = None
         self._library: Any = None
         self._run: Any = None

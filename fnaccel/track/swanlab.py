@@ -34,7 +34,6 @@ class SwanLabTracker(ValueTracker):
 
     _module = "swanlab"
     _online_option = ("mode", "online", "offline")
-    _server_options = ("mode",)
 
     def _current(self) -> Any:
         return self._library.get_run() if self._library.has_run() else None

@@ -34,7 +34,6 @@ class WandbTracker(ValueTracker):
 
     _module = "wandb"
     _online_option = ("mode", "online", "offline")
-    _server_options = ("mode",)
 
     def _current(self) -> Any:
         return self._library.run
