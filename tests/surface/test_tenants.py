@@ -31,10 +31,10 @@ CORE = [
 """Files of tests that use little beside the core."""
 
 
-MOST_NAMES = 302
+MOST_NAMES = 291
 """Names of the core that tenants import beside what is public. They only sink."""
 
-MOST_LINES, MOST_STATEMENTS = 78_610, 42_760
+MOST_LINES, MOST_STATEMENTS = 77_500, 42_281
 """Of the package. A change that deletes lowers them, and a capability adds the lines that its issue names."""
 
 
