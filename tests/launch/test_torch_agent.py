@@ -1,6 +1,6 @@
 """What `fnaccel launch` promises about several machines, and PyTorch's elastic agent does not keep.
 
-Each promise runs on both. If PyTorch keeps one some day, its row fails, and docs/design.md has a reason less.
+Each promise runs on both. If PyTorch keeps one some day, its row fails, and docs/decisions.md has a reason less.
 """
 
 from __future__ import annotations
