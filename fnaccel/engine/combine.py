@@ -380,19 +380,24 @@ def _text(shapes: tuple[Shape, Shape]) -> str:
     return f"{total} with weights of shape {weight}" if weight else f"{total}"
 
 
-def detached(aux: Tree) -> Any:
-    """Aux without its graph, in new containers of the same kind."""
+def mapped(fn: Callable[[Any], Any], aux: Tree) -> Any:
+    """Aux with `fn(value)` in the place of each value, in new containers. torch.compile can trace it."""
     if isinstance(aux, Mean):
-        return Mean(plain(aux.total), plain(aux.weight), detached(aux.aux))
+        return Mean(fn(aux.total), fn(aux.weight), mapped(fn, aux.aux))
     if isinstance(aux, Sum):
-        return Sum(plain(aux.value))
+        return Sum(fn(aux.value))
     if isinstance(aux, Concat):
-        return Concat(plain(aux.value), aux.pad)
+        return Concat(mapped(fn, aux.value), aux.pad)
     if isinstance(aux, dict):
-        return {key: detached(value) for key, value in aux.items()}
+        return {key: mapped(fn, value) for key, value in aux.items()}
     if type(aux) in (list, tuple):
-        return type(aux)([detached(value) for value in aux])
-    return plain(aux)
+        return type(aux)([mapped(fn, value) for value in aux])
+    return fn(aux)
+
+
+def detached(aux: Tree) -> Any:
+    """Aux without its graph."""
+    return mapped(plain, aux)
 
 
 class _Place:
@@ -404,37 +409,23 @@ class _Place:
 
 def pick(value: Tree, tensors: list[torch.Tensor]) -> Any:
     """Move the tensors of aux to a list: functions of torch.func return tensors only. `unpick` undoes it."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
         return _Place(len(tensors) - 1)
-    if isinstance(value, Mean):
-        return Mean(pick(value.total, tensors), pick(value.weight, tensors), pick(value.aux, tensors))
-    if isinstance(value, Sum):
-        return Sum(pick(value.value, tensors))
-    if isinstance(value, Concat):
-        return Concat(pick(value.value, tensors), value.pad)
-    if isinstance(value, dict):
-        return {key: pick(inner, tensors) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([pick(inner, tensors) for inner in value])
-    return value
+
+    return mapped(moved, value)
 
 
 def unpick(value: Tree, tensors: Sequence[torch.Tensor]) -> Any:
     """Aux whose tensors were moved to a list."""
-    if isinstance(value, _Place):
-        return tensors[value.index]
-    if isinstance(value, Mean):
-        return Mean(unpick(value.total, tensors), unpick(value.weight, tensors), unpick(value.aux, tensors))
-    if isinstance(value, Sum):
-        return Sum(unpick(value.value, tensors))
-    if isinstance(value, Concat):
-        return Concat(unpick(value.value, tensors), value.pad)
-    if isinstance(value, dict):
-        return {key: unpick(inner, tensors) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([unpick(inner, tensors) for inner in value])
-    return value
+
+    def put_back(leaf: Any) -> Any:
+        return tensors[leaf.index] if isinstance(leaf, _Place) else leaf
+
+    return mapped(put_back, value)
 
 
 def combined(values: Sequence[Any]) -> Any:

@@ -27,7 +27,7 @@ from fnaccel.errors import LaunchError, Preempted
 from fnaccel.launch.channel import Channel
 from fnaccel.launch.job import Job
 from fnaccel.launch.same_job import JobIdentity
-from fnaccel.launch.store import PATIENCE, endpoint, foreign_value, machines_error, open_store, read_value
+from fnaccel.launch.store import PATIENCE, endpoint, foreign_value, machines_error, open_store
 from fnaccel.launch.verdict import Decision, MachineResult, decide
 
 T = TypeVar("T")
@@ -126,7 +126,8 @@ class _Coordinator:
             self._leave()
 
     def _read(self, store: Any, key: str, build: Callable[[str], T]) -> T:
-        return read_value(self._job, store, key, build)
+        """A value of the store, made from its text."""
+        return build(store.get(key).decode())
 
     def _pause(self) -> None:
         """Wait a moment. This process ends if its launcher has ended."""
@@ -209,9 +210,6 @@ class _Coordinator:
             self._channel.receive(0.0)
             if self._channel.closed:
                 os._exit(0)  # the others meet without this machine
-        if isinstance(outcome[0], ValueError):  # of torch, which reads numbers from the store
-            what = f"the store at {endpoint(self._job)} holds what no launcher has written: {outcome[0]}"
-            raise machines_error(self._job, what, _OWN_PORT) from outcome[0]
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]

@@ -12,14 +12,12 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from fnaccel import _torch
 from fnaccel.errors import LaunchError
 from fnaccel.launch.job import STATIC_PORT, Job
 from fnaccel.world.joining import BACKLOG, is_loopback, keep_store
-
-T = TypeVar("T")
 
 PATIENCE = 600.0
 """Seconds in which the launchers of enough machines have to be started."""
@@ -81,25 +79,6 @@ def _listen(job: Job) -> socket.socket | None:
                 return socket.create_server(("", port), backlog=BACKLOG)
         what = f"{endpoint(job)} can't be listened on: {error.strerror}"
         raise machines_error(job, what, "name another --master-port, on every machine the same") from error
-
-
-def read_value(job: Job, store: Any, key: str, build: Callable[[str], T]) -> T:
-    """A value that a launcher of this job has written into the store.
-
-    Args:
-        job: for the error.
-        store: the store, which has the key.
-        key: of the value.
-        build: makes the value from the text. Raises ValueError or TypeError if it can't.
-
-    Raises:
-        LaunchError: somebody else has written there.
-    """
-    text = store.get(key)
-    try:
-        return build(text.decode())
-    except (ValueError, TypeError) as error:
-        raise foreign_value(job, key, text) from error
 
 
 def foreign_value(job: Job, key: str, text: bytes) -> LaunchError:

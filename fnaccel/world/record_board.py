@@ -16,7 +16,6 @@ from typing import Any
 
 import attrs
 
-from fnaccel.errors import WorldError
 from fnaccel.world.connections import bounded_client
 from fnaccel.world.rank_record import RankRecord
 
@@ -25,14 +24,6 @@ STORE = 5.0
 
 DEPARTURE = 5.0
 """Seconds for which a rank that leaves waits for ranks that still compute."""
-
-
-def _foreign(key: str, text: bytes) -> WorldError:
-    return WorldError(
-        f"no rank has written {text[:40]!r} into the store of the ranks, as {key!r}",
-        where="the store at MASTER_ADDR:MASTER_PORT",
-        fix="keep other users from that port: docs/launching.md",
-    )
 
 
 @attrs.define
@@ -94,22 +85,12 @@ class RecordBoard:
             keys = {key: rank for key, rank in keys.items() if self.client.check([key])}
         texts = self.client.multi_get(list(keys)) if keys else []
         for rank, text in zip(keys.values(), texts, strict=True):
-            try:
-                self.records[rank] = RankRecord.of_text(text)
-            except (ValueError, TypeError) as error:
-                raise _foreign(f"record/{rank}", text) from error
+            self.records[rank] = RankRecord.of_text(text)
         return self.others
 
     def roll(self) -> int:
         """How many roll calls there were."""
-        return self._number("roll")
-
-    def _number(self, key: str) -> int:
-        text = self.client.get(key)
-        try:
-            return int(text)
-        except ValueError as error:
-            raise _foreign(key, text) from error
+        return int(self.client.get("roll"))
 
     def call_roll(self) -> None:
         """Post the record of this rank, and ask all other ranks for theirs."""
@@ -148,7 +129,7 @@ class RecordBoard:
     def all_leave(self) -> bool:
         """Wait some seconds until all ranks have left. Returns whether they have."""
         start, calls = time.monotonic(), self.record().calls
-        while self._number("left") < self.size:
+        while int(self.client.get("left")) < self.size:
             waited = time.monotonic() - start
             if waited > DEPARTURE:
                 return False
