@@ -210,11 +210,11 @@ def compiling(limit: int) -> Any:
     from torch._dynamo import config  # noqa: PLC0415 - slow to import
 
     # a graph can't log. Models of libraries do, and it is no reason to fail
-    name = next(n for n in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(config, n))
+    new, old = "ignore_logging_functions", "ignore_logger_methods"
+    name = new if hasattr(config, new) else old
     functions = getattr(config, name) | {vars(logging.Logger).get(key) for key in _LOGGING}
-    changes: dict[str, Any] = {"trace_autograd_ops": True} if can_trace_autograd() else {}
-    changes |= {"recompile_limit": limit + 2, name: _LoggingFunctions(functions - {None})}
-    return config.patch(changes)
+    traced = {"trace_autograd_ops": True} if hasattr(config, "trace_autograd_ops") else {}
+    return config.patch({**traced, "recompile_limit": limit + 2, name: _LoggingFunctions(functions - {None})})
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
