@@ -180,8 +180,9 @@ class Updater:
             base = 0.0 if waits else self._rate(part.base, since)
             reported[part.rate] = base
             rates.append([base if waits or own is None else self._rate(own, since) for _, own in part.own])
-            named = zip(part.own, rates[-1], strict=True)
-            reported.update({name: rate for (name, own), rate in named if own is not None})
+            for (name, own), rate in zip(part.own, rates[-1], strict=True):
+                if own is not None:
+                    reported[name] = rate
         return reported, rates
 
     def as_tensors(self, rates: list[list[Any]]) -> list[list[torch.Tensor]]:

@@ -86,7 +86,7 @@ def update(
             )
             drawing = functools.partial(instance.drawing, state.rng.root, step)
             before = tail.before_update(gradients, transforms, info, drawing)
-            if owner.mesh.world.is_main:
+            if owner.mesh.world.rank == 0:
                 updater.warn_of_absent(gradients.shards, updates)
             guard.commit()  # the state is dead from here on
             metrics.update(updater.apply(gradients, rates, updates, reported))

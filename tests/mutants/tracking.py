@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         "the rate of an optimizer under the names of its groups", "engine/updater.py",
-        "reported.update({name: rate for (name, own)", "reported.update({name: base for (name, own)",
+        "reported[name] = rate", "reported[name] = base",
         ("tests/optim/test_several.py", "-k", "rates_of_groups and local"),
     ),
     Mutant(
