@@ -112,21 +112,10 @@ def save_async(
     A write that fails raises at the next `save`, `save_async` or `restore`, at `wait()`, or when the
     world is left, whichever comes first. A script without `with fa.start()` prints it as it ends.
 
-    Args:
-        directory: see `save`.
-        state: see `save`. It may be donated as soon as this returns.
-        step: see `save`.
-        metadata: see `save`.
-        keep: see `save`.
-        keep_every: see `save`.
-        each_machine: see `save`.
-        world: see `save`.
+    The arguments and errors are those of `save`. `state` may be donated as soon as this returns.
 
     Returns:
         The save under way: `.wait()` returns the path of the checkpoint, `.done` is true once it ended.
-
-    Raises:
-        NotSerializableError, CheckpointError, StaleStateError, ArgumentError: as `save` does.
 
     Example:
         >>> saving = fa.save_async("runs/gpt", state, keep=3)

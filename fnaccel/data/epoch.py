@@ -23,13 +23,8 @@ class Reading:
 
     Attributes:
         epoch, start: which epoch, and how many of its samples were read before.
-        remainder: the treatment of a global batch that is not full.
-        per_rank: whether a batch of the loader is one rank's.
-        shuffle: overrides the loader's sampler. None leaves it.
-        sampling: `"poisson"` for batches that are drawn.
-        seed: the root seed of order and workers.
+        remainder, per_rank, shuffle, sampling, seed, copies: as for `Shards`.
         kept: the persistent workers between epochs.
-        copies: whether batches of a stream are copied, since they wait while it is read on.
         source: facts about the loader, for the batches.
         per_sample: how many rows the collate function makes of a sample.
         order: the order of a sampler of the user's own, if it was made before.

@@ -214,14 +214,7 @@ def adam(
 ) -> Optimizer:
     """Adam (Kingma and Ba 2015), as `torch.optim.Adam`: `weight_decay` is added to the gradient.
 
-    Args:
-        lr: a number, or a schedule `updates -> rate`.
-        betas, eps, weight_decay: as in torch.
-        groups: `{selection: options}`, as for `sgd`.
-
-    Raises:
-        ArgumentError: betas outside [0, 1), or a rate that is none.
-        ConfigError: an option that it does not take.
+    The arguments and errors are those of `adamw`.
 
     Example:
         >>> fa.adam(1e-3)

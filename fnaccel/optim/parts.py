@@ -32,13 +32,11 @@ class ScaleByRms(Part):
     eps: float
 
     def init(self, params: Tensors) -> Slots:
-        """See `Part`."""
         return {"square_avg": zeros(params)}
 
     def update(
         self, ops: Operations, grads: Tensors, slots: Slots, params: Tensors, info: UpdateInfo
     ) -> tuple[Tensors, Slots]:
-        """See `Part`."""
         square = ops.addcmul_(ops.mul_(slots["square_avg"], self.decay), grads, grads, 1 - self.decay)
         # a copy, since the root is taken in place
         root = ops.root_(ops.mul(square, 1.0))
@@ -52,13 +50,11 @@ class ScaleByLion(Part):
     betas: tuple[float, float]
 
     def init(self, params: Tensors) -> Slots:
-        """See `Part`."""
         return {"exp_avg": zeros(params)}
 
     def update(
         self, ops: Operations, grads: Tensors, slots: Slots, params: Tensors, info: UpdateInfo
     ) -> tuple[Tensors, Slots]:
-        """See `Part`."""
         mixed = ops.sign_(ops.lerp(slots["exp_avg"], grads, 1 - self.betas[0]))
         mean = ops.lerp_(slots["exp_avg"], grads, 1 - self.betas[1])
         return mixed, {"exp_avg": mean}
@@ -74,7 +70,6 @@ class TrustRatio(Part):
     def update(
         self, ops: Operations, grads: Tensors, slots: Slots, params: Tensors, info: UpdateInfo
     ) -> tuple[Tensors, Slots]:
-        """See `Part`."""
         weight, move = ops.norms(params, grads)
         absent = (weight == 0) | (move == 0)
         ratio = self.coefficient * weight / (torch.where(absent, 1.0, move) + self.eps)
@@ -90,7 +85,6 @@ class ClipNorm(Part):
     def update(
         self, ops: Operations, grads: Tensors, slots: Slots, params: Tensors, info: UpdateInfo
     ) -> tuple[Tensors, Slots]:
-        """See `Part`."""
         (norms,) = ops.norms(grads)
         norm = torch.linalg.vector_norm(norms)
         return ops.mul_(grads, (self.max_norm / norm).clamp(max=1.0)), slots
@@ -107,7 +101,6 @@ class AdaptiveClip(Part):
     def update(
         self, ops: Operations, grads: Tensors, slots: Slots, params: Tensors, info: UpdateInfo
     ) -> tuple[Tensors, Slots]:
-        """See `Part`."""
         weights, norms = ops.row_norms(params, grads)
         factors = [
             (self.clipping * weight.clamp(min=self.eps) / norm.clamp(min=1e-6)).clamp(max=1.0)
@@ -125,7 +118,6 @@ class Centralize(Part):
     def update(
         self, ops: Operations, grads: Tensors, slots: Slots, params: Tensors, info: UpdateInfo
     ) -> tuple[Tensors, Slots]:
-        """See `Part`."""
         pairs = zip(grads, ops.row_means(grads), strict=True)
         return [grad if grad.ndim < 2 else grad - mean for grad, mean in pairs], slots
 
@@ -138,7 +130,6 @@ class Lookahead(Part):
     step_size: float
 
     def init(self, params: Tensors) -> Slots:
-        """See `Part`."""
         return {"slow": [param.clone() for param in params]}
 
     def update(
@@ -150,7 +141,6 @@ class Lookahead(Part):
     def after(
         self, ops: Operations, params: Tensors, slots: Slots, info: UpdateInfo
     ) -> tuple[Tensors, Slots]:
-        """See `Part`."""
         due = info.updates % self.every == 0
         if due is False:  # known on the host
             return params, slots

@@ -120,7 +120,6 @@ class AddDecayedWeights(Part):
     def update(
         self, ops: Operations, grads: Tensors, slots: Slots, params: Tensors, info: UpdateInfo
     ) -> tuple[Tensors, Slots]:
-        """See `Part`."""
         return ops.add_(grads, params, self.decay), slots
 
 
@@ -132,13 +131,11 @@ class ScaleByAdam(Part):
     eps: float
 
     def init(self, params: Tensors) -> Slots:
-        """See `Part`."""
         return {"exp_avg": zeros(params), "exp_avg_sq": zeros(params)}
 
     def update(
         self, ops: Operations, grads: Tensors, slots: Slots, params: Tensors, info: UpdateInfo
     ) -> tuple[Tensors, Slots]:
-        """See `Part`."""
         beta1, beta2 = self.betas
         mean = ops.lerp_(slots["exp_avg"], grads, 1 - beta1)
         square = ops.addcmul_(ops.mul_(slots["exp_avg_sq"], beta2), grads, grads, 1 - beta2)
@@ -155,13 +152,11 @@ class Trace(Part):
     nesterov: bool
 
     def init(self, params: Tensors) -> Slots:
-        """See `Part`."""
         return {"momentum_buffer": zeros(params)}
 
     def update(
         self, ops: Operations, grads: Tensors, slots: Slots, params: Tensors, info: UpdateInfo
     ) -> tuple[Tensors, Slots]:
-        """See `Part`."""
         buffer = ops.add_(ops.mul_(slots["momentum_buffer"], self.decay), grads)
         moved = ops.add_(grads, buffer, self.decay) if self.nesterov else ops.copy_(grads, buffer)
         return moved, {"momentum_buffer": buffer}

@@ -40,13 +40,8 @@ class CapturedStep:
     """The compiled programs of one train step.
 
     Args:
-        engine: the strategy made real.
-        capture: how its step can be captured.
-        loss: the loss function under its FORWARD transforms.
+        engine, capture, loss, tail, updater, params: as for `StepGraph`.
         settings: how to compile.
-        tail: clipping, update and averages. None leaves them to the caller.
-        updater: updates the parameters.
-        params: the parameters as hooks see them.
 
     Attributes:
         engine, loss, updater, group: of the step.

@@ -191,15 +191,7 @@ class Nf4(_FourBits):
 class Fp4(_FourBits):
     """4-bit floating-point codes of bitsandbytes: two in a byte, one scale for each block of weights.
 
-    Attributes:
-        skip, keep: patterns of layers that are left, see `fa.big.chosen_layers`.
-        double: whether scales are quantized too, to 8 bits in blocks of 256.
-        compute: the dtype of the product: `"bf16"`, `"fp16"`, `"fp32"`. By default that of the input.
-        block: weights that share a scale: 32, 64, 128, 256, 512, 1024, 2048 or 4096. Layers whose inputs are
-            no multiple of it are left.
-
-    Raises:
-        ArgumentError: a block or a dtype that bitsandbytes lacks.
+    The attributes and errors are those of `Nf4`.
 
     Example:
         >>> model = fa.big.quantize(GPT(), fa.big.Fp4())
@@ -262,14 +254,8 @@ class Int4Weights(_Integers):
     """Symmetric int4 weights of torchao (`IntxWeightOnlyConfig`): products are in the input's dtype.
 
     Two codes are in a byte here, and one in files, as torchao writes them. torchao's `Int4WeightOnlyConfig`
-    needs kernels that exist for GPUs only: this form runs everywhere.
-
-    Attributes:
-        skip, keep: patterns of layers that are left, see `fa.big.chosen_layers`.
-        group: inputs that share a scale. None: all inputs of an output.
-
-    Raises:
-        ArgumentError: a group that is no positive integer.
+    needs kernels that exist for GPUs only: this form runs everywhere. The attributes and errors are those of
+    `Int8Weights`.
 
     Example:
         >>> model = fa.big.quantize(GPT(), fa.big.Int4Weights(group=16))
