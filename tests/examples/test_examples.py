@@ -158,6 +158,7 @@ def test_the_one_line_swap_gives_one_loss_curve(tmp_path):
         assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5), (ranks, strategy)
 
 
+@pytest.mark.long
 def test_compare_scopes_has_a_row_for_each_and_names_what_fails():
     flags = ("--scopes", "eager", "--strategies", "local", "fsdp", "nonsense", "--ranks", "2", "--steps", "2")
     head, local, fsdp, nonsense = run("compare_scopes", *flags).out.splitlines()
