@@ -23,6 +23,7 @@ _COMMUNICATION = re.compile(
 )
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _DATA = f"{PHASE}data"
+_TIMES = ("wall", "compute", "communication", "hidden", "data", "idle")
 
 
 @attrs.frozen(kw_only=True)
@@ -109,8 +110,7 @@ def _summary(rank: int, paths: list[Path]) -> Summary:
     for path in paths:
         totals.update(_totals(path))
     scale = 1e-3 / totals["steps"]  # traces are in microseconds
-    names = ("wall", "compute", "communication", "hidden", "data", "idle")
-    times = {name: totals[name] * scale for name in names}
+    times = {name: totals[name] * scale for name in _TIMES}
     phases = {
         name.removeprefix(PHASE): time * scale for name, time in totals.items() if name.startswith(PHASE)
     }
@@ -131,9 +131,7 @@ def _totals(path: Path) -> dict[str, Any]:
     order = ("compute", "communication", _DATA) if has_device else (_DATA, "compute", "communication")
     begin, end = min(map(_begin, steps)), max(map(_end, steps))
     marks = [(begin, 1, "step"), (end, -1, "step")]
-    totals: dict[str, Any] = dict.fromkeys(
-        ("wall", "compute", "communication", "hidden", "data", "idle"), 0.0
-    )
+    totals: dict[str, Any] = dict.fromkeys(_TIMES, 0.0)
     for event in events:
         kind = _kind(event, has_device)
         if kind is not None:

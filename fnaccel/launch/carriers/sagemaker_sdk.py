@@ -30,10 +30,10 @@ def start(data: Mapping[str, Any]) -> None:
         raise LaunchError(
             "there is no region", where="launch.sagemaker.region", fix="region: eu-west-1, or aws configure"
         )
-    _trainer(data, session)
+    _train(data, session)
 
 
-def _trainer(data: Mapping[str, Any], boto: Any) -> None:
+def _train(data: Mapping[str, Any], boto: Any) -> None:
     estimator = dict(data["estimator"])
     module: Any = _package("sagemaker.train.model_trainer")
     configs: Any = _package("sagemaker.core.training.configs")
