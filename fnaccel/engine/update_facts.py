@@ -50,12 +50,10 @@ class UpdateFacts:
 
     def of(self, part: MicroBatch) -> LossInfo:
         """The info of a micro-batch."""
-        rows = self._rows(part)
-        return self.at(
-            rows, None if rows is None else torch.full_like(rows, part.valid > 0, dtype=torch.bool)
-        )
+        valid = torch.full((), part.valid > 0, dtype=torch.bool, device=self._device)
+        return self.at(self._rows(part), valid)
 
-    def at(self, rows: torch.Tensor | None, valid: torch.Tensor | None = None) -> LossInfo:
+    def at(self, rows: torch.Tensor | None, valid: torch.Tensor | bool = True) -> LossInfo:
         """The info of rows at these places. None if they are not known."""
         return LossInfo(self._key, rows=rows, valid=valid, **self._facts)
 

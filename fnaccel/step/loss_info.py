@@ -35,7 +35,7 @@ class LossInfo:
         extras: those of the state. A captured step takes bools and texts as they are, and compiles again if
             they change.
         rows: the places of the rows. None if they are not known.
-        valid: whether each row counts. None: all.
+        valid: whether the rows count: a bool, or a 0-d tensor.
 
     Example:
         >>> def loss_fn(model, batch, *, info):
@@ -56,7 +56,7 @@ class LossInfo:
         updates: Scalar = 0,
         extras: Any = None,
         rows: torch.Tensor | None = None,
-        valid: torch.Tensor | None = None,
+        valid: torch.Tensor | bool = True,
     ) -> None:
         self.key = key
         self.step = step
@@ -98,11 +98,13 @@ class LossInfo:
             ...     others = fa.gather(z.detach(), valid=int(info.valid.sum()))
             ...     return fa.Mean((z @ others.T).logsumexp(-1).sum(), weight=len(z))
         """
-        return torch.ones_like(self.rows, dtype=torch.bool) if self._valid is None else self._valid
+        return torch.ones_like(self.rows, dtype=torch.bool) & self._valid
 
     def of_rows(self, rows: torch.Tensor | None) -> LossInfo:
         """The same for other rows."""
-        return LossInfo(self.key, step=self.step, updates=self.updates, extras=self.extras, rows=rows)
+        return LossInfo(
+            self.key, step=self.step, updates=self.updates, extras=self.extras, rows=rows, valid=self._valid
+        )
 
     @property
     def places(self) -> torch.Tensor | None:

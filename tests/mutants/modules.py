@@ -143,8 +143,8 @@ MUTANTS = [
         "        return UpdateFacts(\n            self.root + self.rank,", (INFO, "-k", "a_mask and 2-ddp-1-nothing"),
     ),
     Mutant(
-        "a key folded with the micro-batch", "engine/update_facts.py", "        rows = self._rows(part)\n",
-        "        self._key = self._key.fold_in(1)\n        rows = self._rows(part)\n",
+        "a key folded with the micro-batch", "engine/update_facts.py", "        return self.at(self._rows(part), valid)\n",
+        "        self._key = self._key.fold_in(1)\n        return self.at(self._rows(part), valid)\n",
         (INFO, "-k", "a_mask and 1-local-4"),
     ),
     Mutant(

@@ -257,6 +257,15 @@ def test_rows_that_do_not_count_are_left_out_by_a_loss(pools):
     assert pools.run(3, with_negatives)[0] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_row_alone_counts_as_its_micro_batch_does():
+    """`fa.per_example` gives a loss function one row after the other."""
+    rows = torch.arange(3)
+    info = fa.LossInfo(fa.random.key(0), rows=rows, valid=torch.tensor(False))
+    assert info.valid.tolist() == [False] * 3
+    assert info.of_rows(rows[:1]).valid.tolist() == [False]
+    assert fa.LossInfo(fa.random.key(0), rows=rows).of_rows(rows[:1]).valid.tolist() == [True]
+
+
 def test_the_rest_of_info_needs_no_shard():
     def loss(model, batch, *, info):
         x = fa.random.dropout(batch[0], 0.5, key=info.key)
