@@ -153,7 +153,7 @@ class Lease:
         self.owner = owner
         self.live: TrainState | None = None
         self.averaged = False
-        """Whether the parameters hold the averages of `with_ema` at this moment."""
+        """Whether the parameters hold averages at this moment, or are where an optimizer evaluates."""
 
 
 @attrs.frozen(kw_only=True)
@@ -427,9 +427,10 @@ def refuse_averaged(lease: Lease | None, where: str) -> None:
     """Raise AveragedError while the parameters of a lease hold their averages."""
     if lease is not None and lease.averaged:
         raise AveragedError(
-            "the parameters hold the averages of with_ema at this moment, not the values that are trained",
+            "the parameters hold averages at this moment, or are where an optimizer evaluates: not the "
+            "values that are trained",
             where=where,
-            fix="call it after the body of train_step.averaged(state), or after fa.evaluate(ema=True). If an "
+            fix="call it after the body of train_step.averaged(state), or after fa.evaluate or look. If an "
             "error of a signal handler has cut its end, make a new train step",
         )
 

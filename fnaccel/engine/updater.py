@@ -109,6 +109,7 @@ class Updater:
         self._over, self._leaves = over, leaves
         self.slots: dict[str, dict[str, Any]] = {}
         self._parts: list[_Part] = []
+        self._switched: list[tuple[int, Any]] = []
         self._on_device = on_device
         self._runtime_optimizer = bound
         self._keys = list(optimizers)
@@ -138,6 +139,9 @@ class Updater:
             )
         _check_slots(binding.slots, members, optimizer)
         self.slots.update(binding.slots)
+        switched = getattr(binding, "switched", None)
+        if switched is not None:
+            self._switched.append((optimizer.starts, switched))
         own = tuple((f"{rate}/{group.name}", group.lr) for group in groups)
         whole = len(indices) == len(leaves)
         self._parts.append(_Part(rate, binding, tuple(indices), optimizer.lr, own, whole, optimizer.starts))
@@ -252,6 +256,13 @@ class Updater:
                 fix=f"fa.optim.starting_at({updates}, fa.adamw(3e-4)) counts from here: for them, in "
                 'fa.optim.optimizer_groups. Or skip all of "opt" and "updates"',
             )
+
+    def switched(self, updates: Scalar) -> list[Any]:
+        """The optimizers that evaluate at other parameters than they train, after so many updates.
+
+        Before its first update an optimizer evaluates where it trains.
+        """
+        return [each for starts, each in self._switched if int(updates) > starts]
 
     def _without_gradient(self, grads: Sequence[Any]) -> set[int]:
         waiting = {index for part in self._parts if part.waits for index in part.indices}

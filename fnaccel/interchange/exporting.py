@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -105,7 +106,8 @@ def export_hf(
             module that could tell which these are.
         max_shard_size: the largest file, in bytes or as `"5GB"`. A larger tensor has its own file.
         dtype: floating-point values are converted to it: `"bf16"`, `torch.float16`. By default they stay.
-        ema: the averages of `with_ema` instead of the parameters.
+        ema: the averages of `with_ema` instead of the parameters. Otherwise a live state whose optimizer has
+            `train()` and `eval()` (schedule-free) is written as it evaluates.
         config: the content of `config.json`: a dict, or a config of transformers. A model of transformers
             in a live state brings its own.
         model: the name of the model, if there are several.
@@ -238,9 +240,10 @@ def _export_live(
             staged.append(placing.stage(place[0]))
 
     try:
-        together(active, _WHERE, begin)
-        for name, shard in zip(style.names(len(shards)), shards, strict=True):
-            together(active, _WHERE, writer(staged[0] / name if staged else None, shard, style.write))
+        with _values(source, style):
+            together(active, _WHERE, begin)
+            for name, shard in zip(style.names(len(shards)), shards, strict=True):
+                together(active, _WHERE, writer(staged[0] / name if staged else None, shard, style.write))
         together(
             active, _WHERE, lambda: finish(staged[0], place[0], shards, files, style) if staged else None
         )
@@ -249,6 +252,15 @@ def _export_live(
             placing.discard(directory)
         raise
     return target
+
+
+def _values(source: object, style: Style) -> contextlib.AbstractContextManager[None]:
+    """In the body the parameters of a live state are where its optimizer evaluates, if they are exported."""
+    point = None
+    if isinstance(source, TrainState) and not style.ema:
+        with contextlib.suppress(UnleasedStateError):
+            point = lease_of(source, _WHERE).owner.evaluation_point()
+    return point or contextlib.nullcontext()
 
 
 def writer(

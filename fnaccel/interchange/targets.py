@@ -123,7 +123,7 @@ def modules_of(state: Tree) -> dict[str | None, nn.Module] | None:
     if not isinstance(state, TrainState):
         return None
     try:
-        owner = lease_of(state, "fa.interchange.adopt").owner
+        owner = lease_of(state, "fa.interchange.adopt", averaged=True).owner
     except UnleasedStateError:
         return None
     model = owner.instance.engine.layout.model

@@ -81,8 +81,9 @@ def evaluate(
     scored: Callable[..., Any] = train_step.as_loss(metric_fn)
     every = attrs.evolve(shards, window=None, across_epochs=False, sampling=None)
     # not in the stack: an interrupt between `averaged` and the stack's note of it would leave averages
-    averages = train_step.averaged(state) if ema else contextlib.nullcontext()
-    with averages, contextlib.ExitStack() as stack:
+    owner = lease_of(state, "fa.evaluate", averaged=True).owner
+    values = train_step.averaged(state) if ema else owner.evaluation_point()
+    with values or contextlib.nullcontext(), contextlib.ExitStack() as stack:
         _check_buffers(train_step, state)
         stack.enter_context(train_step.evaluating())
         batches: Iterator[Any] = open_on(every.at(Position()), train_step.mesh, remainder="keep")

@@ -55,11 +55,11 @@ class TorchKernel:
         from fnaccel.optim.whole import BoundWhole  # noqa: PLC0415 - DTensor is slow to import
 
         slots = first_slots(self.cls, groups, whole=True)
-        numbers = [name for group in groups for name in kept_numbers(self.cls, group)]
-        if numbers:
+        kept = [name for group in groups for name in kept_numbers(self.cls, group)]
+        if kept or _switches(self.cls):
             raise CapabilityError(
-                f"{named(self.cls)} keeps {numbers[0]!r} for all parameters of a group, and whole "
-                "parameters are updated one parameter at a time",
+                f"{named(self.cls)} keeps {[*kept, 'train_mode'][0]!r} for all parameters of a group, and "
+                "whole parameters are updated one parameter at a time",
                 where="fa.optim.from_torch",
                 fix="fa.ddp(), or whole=False if the update of an element depends on that element alone",
             )
@@ -70,7 +70,11 @@ class TorchKernel:
 
 
 class BoundTorch:
-    """A torch optimizer over real parameters (DTensors if they are sharded)."""
+    """A torch optimizer over real parameters (DTensors if they are sharded).
+
+    Attributes:
+        switched: the optimizer, if it has `train()` and `eval()`: it evaluates at other parameters.
+    """
 
     reads_host = True
 
@@ -81,6 +85,7 @@ class BoundTorch:
         self.slots: dict[str, dict[str, Any]] = {}
         initial = first_slots(cls, groups)
         self._optimizer = _make(cls, groups, {m.index: m.leaf.param for g in groups for m in g.members})
+        self.switched = self._optimizer if _switches(cls) else None
         for group, options in zip(groups, self._optimizer.param_groups, strict=True):
             copied = copied_slots(cls, group)
             for member in group.members:
@@ -181,10 +186,13 @@ def _shown(state: dict[str, Any], leaf: Leaf) -> dict[str, Any]:
 
 def _make(cls: type[Any], groups: Sequence[Group], params: dict[int, Any]) -> Any:
     """The optimizer over `params`. The first rate matters to state that is made from it (ASGD, Rprop)."""
-    return cls(
+    optimizer = cls(
         [{"params": [params[m.index] for m in g.members], "lr": g.first_rate, **g.options} for g in groups],
         **shared_options(cls, groups),
     )
+    if _switches(cls):
+        optimizer.train()
+    return optimizer
 
 
 def shared_options(cls: type[Any], groups: Sequence[Group]) -> dict[str, Any]:
@@ -259,6 +267,11 @@ def named(cls: type) -> str:
 
 def _sharded(groups: Sequence[Group]) -> bool:
     return any(member.leaf.sharded for group in groups for member in group.members)
+
+
+def _switches(cls: type[Any]) -> bool:
+    """Whether a class has `train()` and `eval()`, which move the parameters, as schedule-free ones have."""
+    return callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None))
 
 
 def _needs_closure(cls: type[Any]) -> bool:
@@ -396,6 +409,10 @@ def from_torch(
     Under `skip_nonfinite` or fp16 each step reads one number on the host. If a slot begins as a copy of its
     parameter, it has the parameter's value at the first update, even if weights were adopted.
 
+    A class with `train()` and `eval()`, such as schedule-free ones, evaluates at other parameters: so do
+    `fa.evaluate`, `train_step.look` and `fa.interchange.export_hf` of a live state. States, snapshots and
+    checkpoints hold the parameters that are trained.
+
     Args:
         cls: the optimizer class, not an instance: it is made after the parameters are sharded.
         lr: a number, or a schedule `updates -> rate`. None: the default of the class.
@@ -405,8 +422,7 @@ def from_torch(
         options: further arguments of the class.
 
     Raises:
-        ArgumentError: not an optimizer class, one with `train()` and `eval()`, or an option that it does not
-            take.
+        ArgumentError: not an optimizer class, or an option that it does not take.
         CapabilityError: at `init`, if it can't run on these parameters, or changes something in its groups
             that is no number.
 
@@ -420,13 +436,6 @@ def from_torch(
         "pass the class: fa.optim.from_torch(torch.optim.RMSprop, lr=1e-3)",
     )
     pairs = pairs_of(groups)
-    require(
-        not (callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None))),
-        f"{cls.__name__} has train() and eval(): it evaluates at other parameters, which is not supported",
-        "fa.optim.from_torch",
-        "fa.with_ema(step, decay) and fa.evaluate(..., ema=True), or a class whose slots are both points: "
-        "examples/by_feature/schedule_free.py",
-    )
     require(
         not _needs_closure(cls),
         f"{cls.__name__} evaluates the loss several times in a step",

@@ -1,8 +1,9 @@
-"""`Averaged`: for a while the parameters hold their averages. The averages of buffers."""
+"""For a while parameters hold other values: their averages, or those at which an optimizer evaluates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from fnaccel.engine.engine import Engine
 from fnaccel.engine.exchange import Exchange
 from fnaccel.state import Lease, refuse_averaged
 from fnaccel.step.loss import Scalar
+from fnaccel.world.interrupts import Swapped
 
 
 class Averaged(Exchange):
@@ -41,6 +43,48 @@ class Averaged(Exchange):
         """Exchange them again."""
         super().undo()
         self._lease.averaged = False
+
+    def lose(self) -> None:
+        """Let the state be dead."""
+        self._lease.owner.donate_live()
+        self._lease.averaged = False
+
+
+class EvaluationPoint(Swapped):
+    """A context in whose body parameters are where optimizers with `train()` and `eval()` evaluate.
+
+    `train()` alone does not give the bits back, so the parameters are put back from copies.
+
+    Args:
+        optimizers: those that have made an update, so that the two points differ.
+        parameters: this rank's parts of all parameters.
+        lease: of the live state.
+    """
+
+    def __init__(self, optimizers: Sequence[Any], parameters: Sequence[torch.Tensor], lease: Lease) -> None:
+        self._optimizers = optimizers
+        self._parameters = parameters
+        self._lease = lease
+        self._kept: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def change(self) -> None:
+        """Let the optimizers move the parameters."""
+        refuse_averaged(self._lease, "fa.evaluate")
+        self._kept = [parameter.clone() for parameter in self._parameters]
+        self._lease.averaged = True
+        for optimizer in self._optimizers:
+            optimizer.eval()
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put the parameters back."""
+        if self._kept:
+            for optimizer in self._optimizers:
+                optimizer.train()
+            _torch.foreach_copy_(list(self._parameters), self._kept)
+            self._kept = []
+            self._lease.averaged = False
 
     def lose(self) -> None:
         """Let the state be dead."""

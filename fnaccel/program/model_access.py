@@ -78,6 +78,10 @@ class ModelAccess:
         """
         instance = self._owner.instance
         lease_of(state, LOOK, averaged=True)
+        point = None if train else self._owner.evaluation_point()
+        if point is not None:
+            with point:
+                return self.look(state, fn, *args, whole=whole)
         instance.check_modules()
         if takes_info(fn, 1 + len(args)):
             fn = functools.partial(fn, info=self.loss_info(state))

@@ -18,6 +18,7 @@ from fnaccel.errors import CapabilityError, OwnershipError, UnleasedStateError
 from fnaccel.models._torch import break_graph
 from fnaccel.models.note import Note
 from fnaccel.program.adopted import absorb
+from fnaccel.program.averaged import EvaluationPoint
 from fnaccel.program.instance import Instance
 from fnaccel.program.model_notes import with_notes
 from fnaccel.program.plan import Plan
@@ -129,6 +130,17 @@ class StateOwner:
             where=self._where,
             fix="pass each train step its own state; lend others with given={...}",
         )
+
+    def evaluation_point(self) -> EvaluationPoint | None:
+        """In the body the parameters of the live state are where its optimizers evaluate.
+
+        None if they are there already, or hold averages.
+        """
+        instance, live = self.instance, self.lease.live
+        switched = [] if live is None or self.lease.averaged else instance.updater.switched(live.updates)
+        if not switched:
+            return None
+        return EvaluationPoint(switched, [leaf.shard for leaf in instance.engine.layout.leaves], self.lease)
 
     def own(self, instance: Instance, state: TrainState) -> TrainState:
         """Take a new engine and its first state."""

@@ -99,6 +99,7 @@ def test_a_failure_is_told_when_the_world_is_left(tmp_path, monkeypatch, capsys)
     assert "CheckpointError: No space left" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_failure_is_told_as_a_script_ends(tmp_path):
     script = (
         "import sys, torch, fnaccel as fa\n"

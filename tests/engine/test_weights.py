@@ -411,7 +411,7 @@ def uneven(sizes, strategy, scope):
     return [text for text in said if "bare scalar" in text], "bare scalar" in str(train_step.plan)
 
 
-@pytest.mark.parametrize("scope", [None, "step"])
+@pytest.mark.parametrize("scope", [None, pytest.param("step", marks=pytest.mark.long)])
 def test_a_bare_loss_of_unequal_rows_is_told_once(pools, scope):
     """Two ranks, two micro-batches, or a later batch: its mean is not that over rows."""
     for said, planned in pools.run(2, uneven, ([8, 8, 8], [4, 4, 4]), "ddp", scope):

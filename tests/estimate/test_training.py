@@ -57,7 +57,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.long_except(r"1-local-.*GPT'>-{}|4-fsdp-.*GPT|4-hsdp.*Llama")
+@pytest.mark.long_except(r"1-local-.*GPT'>-{}|4-fsdp-.*GPT")
 @pytest.mark.parametrize(("ranks", "strategy", "model", "options"), ROWS, ids=str)
 def test_it_is_what_the_largest_rank_holds(pools, ranks, strategy, model, options):
     step, optimizer = step_of(**options), fa.adamw(1e-3)
@@ -147,6 +147,7 @@ def test_columns_that_are_shared():
     assert estimate.total == pytest.approx(held, rel=0.02)
 
 
+@pytest.mark.long
 def test_the_number_of_blocks_and_of_ranks_costs_nothing():
     """What it traces is the same, and the bytes are linear in the blocks."""
 
@@ -200,7 +201,7 @@ def test_mistakes():
         )  # fmt: skip
 
 
-@pytest.mark.long_except(r"Joined-True|Shrinking-False")
+@pytest.mark.long_except(r"Joined-True")
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("model", [Shrinking, Parallel, Checkpointed, Joined])
 def test_blocks_that_are_not_called_one_after_the_other(pools, model, remat, capfd):

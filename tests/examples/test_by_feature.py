@@ -97,8 +97,8 @@ def test_memory_raises_the_number_of_micro_batches_and_keeps_the_update():
 
 
 def test_schedule_free_is_above_90_percent_on_shards():
-    text = output("schedule_free", "--epochs", "5", "--lr", "2", strategy="fsdp")
-    assert number(r"accuracy ([\d.]+) at x", text) > 0.9
+    text = output("schedule_free", "--epochs", "5", strategy="fsdp")
+    assert number(r"accuracy ([\d.]+)", text) > 0.9
 
 
 HOOKS = [

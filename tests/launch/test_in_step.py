@@ -63,6 +63,7 @@ def test_restarts_run_out_on_all(launcher):
     assert [len(attempts(one)) for one in ended] == [1, 1, 1]
 
 
+@pytest.mark.long
 def test_one_that_fails_before_the_others_have_found_it(launcher):
     script = launcher.write("""
         import os, sys, fnaccel as fa

@@ -24,6 +24,7 @@ from fnaccel.launch import accelerator_use
 from fnaccel.launch.network import free_port
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.launcher,
     # jupyter_client 8 leaves an event loop open, which is collected at some time
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -126,7 +126,8 @@ def outputs(processes):
             process.wait()
 
 
-@pytest.mark.parametrize("differ", [pytest.param("script", marks=pytest.mark.long), "run"])
+@pytest.mark.long
+@pytest.mark.parametrize("differ", ["script", "run"])
 def test_ranks_of_two_jobs_do_not_meet(launcher, differ):
     """Started by hand or by torchrun. Rank 1 of the second job is there before rank 1 of the first."""
     port = free_port()

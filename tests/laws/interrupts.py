@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import torch
+from schedulefree import AdamWScheduleFree
 from torch import nn
 
 import fnaccel as fa
@@ -25,6 +26,7 @@ KINDS = {
     "ddp captured": ("ddp(hook='bf16')", "step"),
     "fsdp": ("fsdp", None),
     "second gradient": ("local", None),
+    "schedule-free": ("local", None),
 }
 
 
@@ -63,7 +65,9 @@ def built(kind: str, model: Any = Net) -> Any:
     step = fa.with_ema(fa.skip_nonfinite(fa.clip_norm(fa.accumulate(loss, 2), 0.5)), 0.9)
     if scope is not None:
         step = fa.compile(step, scope, backend="eager")
-    optimizer = fa.adamw(fa.schedules.cosine(0.1, 10))
+    optimizer: Any = fa.adamw(fa.schedules.cosine(0.1, 10))
+    if kind == "schedule-free":
+        optimizer = fa.optim.from_torch(AdamWScheduleFree, lr=0.1)
     return fa.train_step(step, model=fa.distribute(model, strategy), optimizer=optimizer)
 
 

@@ -72,6 +72,16 @@ def test_an_error_that_nothing_holds_back_leaves_no_mixed_values(pools, call, st
     assert "live" in {outcome.kind for outcome in outcomes}
 
 
+@pytest.mark.parametrize("signals", [1, 2, -1])
+def test_law_15_holds_for_a_look_where_an_optimizer_evaluates(pools, signals):
+    """One line is left out: a tracer sees `with point:` again before its exit, where Python takes no signal."""
+    (outcomes,) = pools.run(1, interrupt_call, "look", "schedule-free", 1, 4, signals)
+    assert len(outcomes) > 40
+    wrong = [outcome for outcome in outcomes if outcome.wrong]
+    assert len(wrong) <= 1
+    assert all(outcome.place.startswith("model_access.py") and outcome.kind == "dead" for outcome in wrong)
+
+
 @pytest.mark.parametrize("kind", ["local", "fsdp"])
 def test_law_15_holds_where_init_takes_the_modules(pools, kind):
     (outcomes,) = pools.run(1, interrupt_call, "init of a built module", kind, -30, 1, 2)

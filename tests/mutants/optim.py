@@ -11,6 +11,21 @@ OPERATIONS = "optim/operations.py"
 
 MUTANTS = [
     Mutant(
+        "parameters stay rounded after a look where an optimizer evaluates", "program/averaged.py",
+        "_torch.foreach_copy_(list(self._parameters), self._kept)", "pass",
+        ("tests/optim/test_evaluation_point.py", "-k", "evaluate_look_and_export and adamw and local"),
+    ),
+    Mutant(
+        "a look stays where an optimizer trains", "program/model_access.py",
+        "point = None if train else self._owner.evaluation_point()", "point = None",
+        ("tests/optim/test_evaluation_point.py", "-k", "evaluate_look_and_export and sgd and local"),
+    ),
+    Mutant(
+        "an export stays where an optimizer trains", "interchange/exporting.py",
+        "point = lease_of(source, _WHERE).owner.evaluation_point()", "point = None",
+        ("tests/optim/test_evaluation_point.py", "-k", "evaluate_look_and_export and adamw and fsdp"),
+    ),
+    Mutant(
         "parameters without a gradient in some updates are not named", "program/update.py",
         "updater.warn_of_absent(gradients.shards, updates)", "pass",
         ("tests/optim/test_absent_gradients.py", "-k", "counts_otherwise and adamw and local"),

@@ -93,6 +93,7 @@ def test_a_parameter_that_one_rank_uses_is_trained_on_all(pools, strategy):
         assert_alike(one["out"]["params"], other["out"]["params"], 2e-6)
 
 
+@pytest.mark.long
 def test_the_global_stream_is_eager_s(pools):
     expected = pools.run(2, run_kind, "rich", "ddp", None, rng="stream")
     found = pools.run(2, run_kind, "rich", "ddp", "step", rng="stream")

@@ -248,7 +248,7 @@ class TestAverages:
         train_step, state = self.begun()
         before = fa.snapshot(state)
         with train_step.averaged(state):
-            with pytest.raises(errors.AveragedError, match="hold the averages"):
+            with pytest.raises(errors.AveragedError, match="hold averages"):
                 use(train_step, state, tmp_path / "d")
             assert same(state.params, before.ema)
         assert same(fa.snapshot(state), before)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 RIGHT = """\
 from collections.abc import Iterator, Mapping
@@ -186,28 +187,31 @@ MISTAKES = {
 WRONG = START + "".join(f"{line}\n" for line in MISTAKES)
 
 
-def errors(script, folder, python, *, sources=None):
-    """What pyright reports about a script, as (line of text, rule) pairs.
+def errors(scripts, folder, python, *, sources=None):
+    """What pyright reports about each script, as (line of text, rule) pairs.
 
     Args:
-        script: its text.
-        folder: an empty folder for it.
-        python: the interpreter of the environment that it is written for.
+        scripts: their texts.
+        folder: an empty folder for them.
+        python: the interpreter of the environment that they are written for.
         sources: a folder to import from that is not installed.
     """
-    (folder / "script.py").write_text(script)
+    texts = {f"script{number}.py": text for number, text in enumerate(scripts)}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
     paths = [] if sources is None else [str(sources)]
-    (folder / "pyrightconfig.json").write_text(json.dumps({"include": ["script.py"], "extraPaths": paths}))
+    (folder / "pyrightconfig.json").write_text(json.dumps({"include": list(texts), "extraPaths": paths}))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(python)]
     # the interpreter tells pyright its sys.path, and PYTHONPATH may name the sources
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert found["summary"]["filesAnalyzed"] == 1
-    lines = script.splitlines()
-    return [
-        (lines[each["range"]["start"]["line"]], each.get("rule", each["message"]))
-        for each in found["generalDiagnostics"]
-        if each["severity"] == "error"
-    ]
+    assert found["summary"]["filesAnalyzed"] == len(texts)
+    mistakes = {name: [] for name in texts}
+    for each in found["generalDiagnostics"]:
+        if each["severity"] == "error":
+            name = Path(each["file"]).name
+            line = texts[name].splitlines()[each["range"]["start"]["line"]]
+            mistakes[name].append((line, each.get("rule", each["message"])))
+    return list(mistakes.values())

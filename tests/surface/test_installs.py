@@ -91,11 +91,11 @@ def test_an_installed_package_can_be_imported(python, tmp_path):
 
 
 def test_pyright_has_nothing_to_say_about_a_right_script(python, tmp_path):
-    assert errors(RIGHT, tmp_path, python) == []
+    assert errors([RIGHT], tmp_path, python) == [[]]
 
 
 def test_pyright_reports_each_mistake_once(python, tmp_path):
-    assert errors(WRONG, tmp_path, python) == list(MISTAKES.items())
+    assert errors([WRONG], tmp_path, python) == [list(MISTAKES.items())]
 
 
 def test_only_the_package_becomes_importable(python, tmp_path):

@@ -29,13 +29,10 @@ from tests.surface.scripts import MISTAKES, RIGHT, WRONG, errors
 from tests.surface.structure import PACKAGE
 
 
-def test_a_right_script_has_no_error(tmp_path):
-    assert errors(RIGHT, tmp_path, sys.executable, sources=PACKAGE.parent) == []
-
-
-def test_each_mistake_is_one_error(tmp_path):
-    found = errors(WRONG, tmp_path, sys.executable, sources=PACKAGE.parent)
-    assert found == list(MISTAKES.items())
+def test_a_right_script_has_no_error_and_each_mistake_is_one(tmp_path):
+    right, wrong = errors([RIGHT, WRONG], tmp_path, sys.executable, sources=PACKAGE.parent)
+    assert right == []
+    assert wrong == list(MISTAKES.items())
 
 
 def keywords(function, *others):
