@@ -18,6 +18,7 @@ import torch
 from fnaccel import tree
 from fnaccel.data.order import split_sizes as split_sizes
 from fnaccel.errors import LoaderError, MicroBatchError, require
+from fnaccel.texts import first_of
 from fnaccel.tree import Tree
 
 
@@ -409,3 +410,16 @@ def _join_leaves(leaves: tuple[Any, ...]) -> Any:
     if _is_column(first):
         return type(first)(item for leaf in leaves for item in leaf)
     return torch.cat([torch.as_tensor(leaf) for leaf in leaves]).numpy()
+
+
+def shapes_of(batch: Tree) -> str:
+    """The kinds, dtypes and shapes of a batch's leaves, by path."""
+    try:
+        leaves = [
+            f"{path or '(root)'}: {type(x).__name__}"
+            + (f" {x.dtype} {list(x.shape)}" if hasattr(x, "shape") else "")
+            for path, x in tree.items(batch)
+        ]
+    except Exception:  # any object of the user's may be a batch
+        return f"a {type(batch).__name__}"
+    return first_of(leaves) or f"a {type(batch).__name__}"

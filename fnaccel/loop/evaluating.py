@@ -12,9 +12,10 @@ import attrs
 from fnaccel.collectives import gather_objects
 from fnaccel.collectives.signature import meet
 from fnaccel.data import Shards, open_on, steps_per_epoch
+from fnaccel.data.cut import shapes_of
 from fnaccel.engine.same_rows import checksum
 from fnaccel.engine.scoring import Scores
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, FnaccelError
 from fnaccel.loop.progress import open_bar, ticking
 from fnaccel.loop.scanning import check_shards
 from fnaccel.program.train_step import TrainStep
@@ -90,7 +91,7 @@ def evaluate(
         if progress and train_step.mesh.world.is_main:
             bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
             batches = ticking(batches, bar)
-        before = 0
+        before, rank = 0, train_step.mesh.world.rank
         informed = takes_info(metric_fn)
         for batch in batches:
             fn: Callable[..., Any] = scored
@@ -98,7 +99,12 @@ def evaluate(
                 placed = attrs.evolve(batch, first=None if batch.first is None else before + batch.first)
                 fn = functools.partial(scored, info=train_step.loss_info(state, placed))
                 before += batch.together
-            scores.take(train_step.look(state, fn, batch.data), batch)
+            try:
+                scores.take(train_step.look(state, fn, batch.data), batch)
+            except Exception as error:
+                if not isinstance(error, FnaccelError):
+                    error.add_note(f"in fa.evaluate on rank {rank}, whose batch is {shapes_of(batch.data)}")
+                raise
     return scores.finish()
 
 

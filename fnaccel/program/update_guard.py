@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 
 from fnaccel import _torch, tree
+from fnaccel.data.cut import shapes_of
 from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.engine.passes import explained
 from fnaccel.errors import ArgumentError, FnaccelError
@@ -17,8 +18,6 @@ from fnaccel.program.instance import Instance
 from fnaccel.program.probe import CAUSES
 from fnaccel.seeing.memory import explain_out_of_memory
 from fnaccel.state import TrainState, donate, is_stale
-from fnaccel.texts import first_of
-from fnaccel.tree import Tree
 from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.progress_marks import NOW, enter_step, leave_step
 
@@ -121,7 +120,7 @@ class UpdateGuard:
         if in_loss and isinstance(error, Exception) and not isinstance(error, FnaccelError):
             error.add_note(
                 f"on rank {instance.engine.layout.mesh.world.rank}, in step {NOW.step}, micro-batch "
-                f"{NOW.micro_batch}, whose batch is {_shapes(self._micro_batches[NOW.micro_batch].data)}"
+                f"{NOW.micro_batch}, whose batch is {shapes_of(self._micro_batches[NOW.micro_batch].data)}"
             )
         if not self._committed:
             if instance.engine.hooks.abandon is not None and isinstance(error, Exception):
@@ -136,19 +135,6 @@ class UpdateGuard:
         clearer = None if self._committed or NOW.phase == "update" else explained(error, instance.engine)
         if clearer is not None:
             raise clearer from error
-
-
-def _shapes(batch: Tree) -> str:
-    """The kinds, dtypes and shapes of a batch's leaves, by path."""
-    try:
-        leaves = [
-            f"{path or '(root)'}: {type(x).__name__}"
-            + (f" {x.dtype} {list(x.shape)}" if hasattr(x, "shape") else "")
-            for path, x in tree.items(batch)
-        ]
-    except Exception:  # any object of the user's may be a batch
-        return f"a {type(batch).__name__}"
-    return first_of(leaves) or f"a {type(batch).__name__}"
 
 
 class TorchModes:

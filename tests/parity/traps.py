@@ -2,6 +2,7 @@
 
 Runs inside real ranks. A row is the raw loop's numbers, or an error by name. What raw PyTorch has not is held
 beside its code: averages in 16 bits (`transforms/test_averaging.py`), 8-bit moments (`optim/test_eight_bit.py`),
+numbers in groups and points of evaluation (`optim/test_numbers_of_groups.py`, `test_evaluation_point.py`),
 tensor plans (`axes/test_probe.py`).
 """
 

@@ -67,6 +67,18 @@ def test_an_error_in_the_loss_names_rank_step_micro_batch_and_batch(pools, cause
         assert CAUSES[cause][3] in note, note
 
 
+def test_an_error_in_an_evaluation_names_rank_and_batch():
+    with fa.start():
+        train_step = program(loss_of)
+        state = train_step.init()
+        wide = torch.utils.data.DataLoader([{"x": torch.ones(5), "y": torch.ones(1)}] * 4, batch_size=2)
+        with pytest.raises(RuntimeError) as raised:
+            fa.evaluate(train_step, state, loss_of, fa.shard(wide))
+        assert raised.value.__notes__ == [
+            "in fa.evaluate on rank 0, whose batch is x: Tensor torch.float32 [2, 5], y: Tensor torch.float32 [2, 1]"
+        ]
+
+
 class Odd:
     def __init__(self):
         self.items = []
