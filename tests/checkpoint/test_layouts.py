@@ -146,6 +146,7 @@ def read_half(layout, directory, written):
     return wrong
 
 
+@pytest.mark.long
 def test_loss_scale_averages_and_transform_state_in_any_layout(pools, tmp_path):
     layouts = [
         ("local()", 1),

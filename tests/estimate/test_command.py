@@ -67,6 +67,7 @@ def test_it_is_what_the_function_says(capsys):
     assert found["sizes"][0]["dtype"] == "fp32"
 
 
+@pytest.mark.long
 def test_a_recipe_and_options_over_it(capsys, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("strategy: fsdp\nprecision: bf16\nremat: true\n")

@@ -68,7 +68,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.long_except(r"2-fsdp-.*bf16")
+@pytest.mark.long_except(r"2-ddp")
 @pytest.mark.parametrize(("ranks", "strategy", "model", "options"), ROWS, ids=str)
 def test_collectives_of_a_step(pools, ranks, strategy, model, options):
     step = step_of(**options)

@@ -110,7 +110,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.long_except(r"^(?!fsdp\(1|hsdp|parts\(2\)-2-compiled)")
+@pytest.mark.long_except(r"^(?!fsdp\(1|hsdp)")
 @pytest.mark.parametrize(("strategy", "ranks", "options"), ROWS)
 def test_parts_of_a_loss_are_one_loss(pools, strategy, ranks, options):
     """Losses, norms that clip, weights, scores and parameters are those of one process."""

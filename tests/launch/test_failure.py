@@ -45,6 +45,7 @@ def test_exit_codes(launcher, body, code, said):
     assert "fnaccel/" not in ended.err, "frames of the launcher"
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_a_rank_that_cleans_up_reports_the_cause_after_those_that_followed(launcher):
     script = launcher.write("""
@@ -187,6 +188,7 @@ def test_signals_to_the_launcher_end_all_ranks(launcher, number, code, out):
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_ctrl_c_at_a_terminal_reaches_each_rank_once(launcher):
     ours, theirs = pty.openpty()

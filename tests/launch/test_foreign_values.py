@@ -91,6 +91,7 @@ def test_a_stranger_writes_into_the_store_of_launchers(launcher, key):
     assert not (launcher.folder / "written").exists()
 
 
+@pytest.mark.long
 def test_garbage_while_ranks_run_ends_them_with_its_name(launcher):
     port, script = free_port(), launcher.write(SLEEP)
     started = [

@@ -57,6 +57,7 @@ def test_tee_appends_the_attempts_and_loses_no_output(launcher):
     assert ended.out.splitlines() == expected
 
 
+@pytest.mark.long
 def test_tee_does_not_wait_for_a_process_that_a_rank_left(launcher):
     script = """
         import subprocess
@@ -207,7 +208,7 @@ def test_numa_keeps_a_rank_on_its_cores(launcher):
     assert ended.out == f"{list(expected)}\n"
 
 
-@pytest.mark.long_except(r"15")
+@pytest.mark.long
 @pytest.mark.parametrize("blocked", [{signal.SIGCHLD}, {signal.SIGCHLD, signal.SIGTERM}])
 def test_a_launcher_that_begins_with_blocked_signals(launcher, blocked):
     script = launcher.write(

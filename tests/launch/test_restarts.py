@@ -89,6 +89,7 @@ def test_after_a_kill_the_ranks_go_on_where_they_were(launcher, undisturbed):
     assert not list((launcher.folder / "run").glob(".saving*"))
 
 
+@pytest.mark.long
 def test_an_error_too_and_the_last_code_counts_when_restarts_run_out(launcher):
     plan = {"0": [1, 1, "raise ValueError('boom')"], "1": [0, 2, "os._exit(7)"]}
     ended, done = run(launcher, plan, "--max-restarts", 1)
@@ -122,6 +123,7 @@ def test_an_error_leaves_no_rank_out(launcher):
     assert (ended.code, done[0]) == (0, 2), ended.err
 
 
+@pytest.mark.long_except("15")
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
 def test_a_signal_to_the_launcher_saves_and_ends_with_75(launcher, undisturbed, number, ranks):
     script = launcher.write(TRAIN)

@@ -98,6 +98,7 @@ def test_a_module_runs_as_python_m_does(launcher, name):
         assert (seen["name"], seen["main"], seen["package"]) == ("__main__", True, "pack")
 
 
+@pytest.mark.long
 def test_classes_of_the_script_pickle_in_workers_and_after_its_end(launcher):
     script = launcher.write("""
         import atexit, pickle, torch
@@ -173,7 +174,7 @@ def test_ranks_meet(launcher):
     assert (ended.code, ended.out) == (0, "fnaccel launch: 3.0 of 2\n"), ended.err
 
 
-@pytest.mark.long_except(r"module")
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     [[str(Path(sys.executable).with_name("fnaccel"))], [sys.executable, "-m", "fnaccel"]],

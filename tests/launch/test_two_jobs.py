@@ -126,8 +126,7 @@ def outputs(processes):
             process.wait()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("differ", ["script", "run"])
+@pytest.mark.parametrize("differ", [pytest.param("script", marks=pytest.mark.long), "run"])
 def test_ranks_of_two_jobs_do_not_meet(launcher, differ):
     """Started by hand or by torchrun. Rank 1 of the second job is there before rank 1 of the first."""
     port = free_port()
@@ -158,7 +157,7 @@ def test_a_second_process_of_a_rank_is_named(launcher):
         process.communicate()
 
 
-@pytest.mark.long_except(r"http")
+@pytest.mark.long
 @pytest.mark.parametrize("port", ["99999", "0", "http", ""])
 def test_a_port_that_is_none_is_named(launcher, port):
     script = launcher.write(SUM)

@@ -155,6 +155,7 @@ def wait_for_each_other():
         world.calls.run("a call", dist.recv, torch.zeros(1), src=3 - world.rank)
 
 
+@pytest.mark.long
 def test_ranks_that_wait_for_each_other_do_not_outlive_the_store(run, monkeypatch):
     monkeypatch.setattr(watcher, "DEPARTURE", 1.0)
     for outcome in run(wait_for_each_other)[1:]:
@@ -197,6 +198,7 @@ def late():
     return total
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_no_fault(run, monkeypatch):
     monkeypatch.setattr(watcher, "INTERVAL", 0.1)
     monkeypatch.setattr(watcher, "PATIENCE", 0.25)

@@ -80,7 +80,7 @@ def read(tree, mesh, placed, directory):
     return wrong
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data(), tree=trees, background=st.booleans())
 def test_law_3_any_layout_restores_any_other(pools, tmp_path_factory, data, tree, background):
     directory = tmp_path_factory.mktemp("tree")

@@ -245,6 +245,7 @@ def test_an_environment_that_can_not_be_made_is_an_error_and_other_rows_run(chec
     assert "No rule to make target" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_an_environment_that_is_not_made_in_time_is_no_failure(checkout, monkeypatch):
     monkeypatch.setattr("tests.long_tier.run.OVERRUN", 1.0)
     monkeypatch.setattr("tests.long_tier.run.PATIENCE", 0.1)
@@ -261,6 +262,7 @@ def test_after_the_deadline_nothing_starts(checkout):
     assert (run.waiting, run.results) == (chunks, [])
 
 
+@pytest.mark.long
 def test_a_chunk_that_takes_too_long_is_ended_and_is_no_failure(checkout, capsys, monkeypatch):
     monkeypatch.setattr("tests.long_tier.run.OVERRUN", 3.0)
     chunk = Chunk(GROUPS[2], tuple(rows_of("test_b.py::test_sleeps")), 0.0)

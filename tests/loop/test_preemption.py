@@ -407,6 +407,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_workers_outlive_a_signal_to_the_whole_group(tmp_path):
     import subprocess
     import sys

@@ -17,7 +17,7 @@ MUTANTS = [
         "buffers of collectives that stay", "estimate/account.py",
         "        self.hold(size, self._kind_of.get(key, ACTIVATIONS))\n",
         "        kind = self._kind_of.get(key, ACTIVATIONS)\n        self.hold(0 if kind == BUFFERS else size, kind)\n",
-        (TRAINING, "-k", "4-fsdp"),
+        (TRAINING, "-k", "2-fsdp and bf16"),
     ),
     Mutant(
         "shards without padding", "estimate/_torch.py", "        size = -(-rows // self._count)\n",
@@ -30,7 +30,7 @@ MUTANTS = [
     ),
     Mutant(
         "masks that transformers makes for fake tensors", "models/unknown_values.py",
-        'if hasattr(module, "is_fake_tensor"):', "if False:", (TRAINING, "-k", "hsdp and Llama"),
+        'if hasattr(module, "is_fake_tensor"):', "if False:", (TRAINING, "-k", "1-local and Llama"),
     ),
     Mutant(
         "operations of traced blocks alone", "estimate/account.py",

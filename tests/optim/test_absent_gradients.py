@@ -105,7 +105,7 @@ def test_a_captured_step_says_so(pools):
     said_once(pools.run(1, trained, "local", fa.adamw(0.02), True))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", pytest.param("adamw", marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore:.*some updates only")
 def test_a_captured_step_refuses_a_parameter_that_is_used_later(pools, name):
     """It stayed at its first values."""

@@ -42,7 +42,7 @@ def _row(strategy, scope, kind):
 
 
 @pytest.mark.long_except(
-    r"local-step-(plain|ragged|weight|fp16|own|models|each|spare)|(local|ddp|fsdp)-(loss|block|step)-plain|local-block-(ema|ragged)"
+    r"local-step-(ragged|fp16|own|models)|(local|ddp|fsdp)-(block|step)-plain|local-loss-plain"
 )
 @pytest.mark.parametrize(("strategy", "scope", "kind"), [_row(*case) for case in CASES])
 def test_compiled_equals_eager(pools, strategy, scope, kind):

@@ -33,6 +33,7 @@ def test_without_a_level_it_is_a_plain_logger():
     assert printed('log = fa.seeing.get_logger("a"); log.info("low"); log.warning("high")') == ["high"]
 
 
+@pytest.mark.long
 def test_a_level_adds_a_handler_where_there_is_none():
     lines = printed(
         'log = fa.seeing.get_logger("a", level="info"); log.info("low %d", 1); log.debug("lower")'
@@ -40,6 +41,7 @@ def test_a_level_adds_a_handler_where_there_is_none():
     assert ends(lines) == ["INFO a: low 1"]
 
 
+@pytest.mark.long
 def test_a_handler_of_the_script_is_used():
     code = """
 logging.basicConfig(format="mine %(message)s")

@@ -151,6 +151,7 @@ def weighted_by_the_batch(captured):
     return float(train_step(train_step.init(seed=0), batch_of(8))[1]["loss"])
 
 
+@pytest.mark.long
 def test_a_weight_of_the_batch_is_treated_alike_in_a_graph(pools):
     eager, captured = (pools.run(2, weighted_by_the_batch, captured) for captured in (False, True))
     assert captured == pytest.approx(eager, rel=1e-6)

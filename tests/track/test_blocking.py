@@ -130,6 +130,7 @@ def test_a_tracker_that_blocks_in_finish_is_left(tmp_path, caplog, small):
     bad.gate.set()
 
 
+@pytest.mark.long
 def test_the_process_ends_though_trackers_block():
     """A process of its own: a thread that is no daemon would keep it alive."""
     code = """

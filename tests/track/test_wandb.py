@@ -53,6 +53,7 @@ def test_it_is_a_tracker():
     assert isinstance(WandbTracker(), Tracker)
 
 
+@pytest.mark.long
 def test_a_run_is_written(offline):
     tracker = WandbTracker(project="parity", run_name="first", tags=["t"])
     tracker.start({"lr": 0.1, "plan": "as it runs"})

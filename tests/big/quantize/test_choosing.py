@@ -165,6 +165,7 @@ def test_tensors_that_do_not_fit_raise():
         fa.big.quantize(made(), Int8()).up.fill("weight_format", torch.ones((), dtype=torch.uint8), "cpu")
 
 
+@pytest.mark.long
 def test_without_the_library(monkeypatch):
     code = (
         "import sys; sys.modules['bitsandbytes'] = None\n"

@@ -140,7 +140,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.long_except(r"loss-.*-nothing|block-")
+@pytest.mark.long_except(r"loss-.*-nothing")
 @pytest.mark.parametrize(("strategy", "scope", "backend", "options"), COMPILED)
 def test_compiled(pools, strategy, scope, backend, options):
     step = {"clip": 0.1, "lengths": (8,), "layers": 2 if scope == "block" else 1}

@@ -31,6 +31,7 @@ def scanned(strategy, window):
     return [*losses, float(score)]
 
 
+@pytest.mark.long_except("^context")
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize(("strategy", "ranks"), [(SHARED, 2), (f"fsdp(2) * {SHARED}", 4)])
 def test_an_epoch_with_a_remainder(pools, strategy, ranks, window):

@@ -53,6 +53,7 @@ def test_one_line_before_the_first_build_only(folder, caplog):
     assert len(lines(caplog)) == 1
 
 
+@pytest.mark.long
 def test_the_lock_of_a_killed_build_is_removed(folder, caplog):
     done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True)
     assert done.returncode == -9, done.stderr

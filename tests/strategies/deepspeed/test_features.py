@@ -140,6 +140,7 @@ def test_slots_that_begin_as_a_copy_of_the_parameter_are_refused(pools):
     assert "begins anchor at the parameter's value" in text
 
 
+@pytest.mark.long_except("block")
 @pytest.mark.parametrize("scope", ["loss", "block"])
 def test_compiled_below_stage_3(pools, plain, scope):
     for losses, params in pools.run(2, run_with, 2, {"compile": scope}):

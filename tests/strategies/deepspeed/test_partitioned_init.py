@@ -18,6 +18,7 @@ def saved(tmp_path_factory):
     return paths
 
 
+@pytest.mark.long_except("llama")
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_from_pretrained(pools, saved, kind):
     from safetensors.torch import load_file

@@ -56,6 +56,7 @@ def back(layout):
 PARTED = "deepspeed(stage=3, config={'zero_optimization': {'stage3_param_persistence_threshold': 0}})"  # else small parameters stay whole
 
 
+@pytest.mark.long_except("zero3$|persistence")
 @pytest.mark.parametrize("layout", ["deepspeed_zero0", "deepspeed_zero2", "deepspeed_zero3", PARTED])
 def test_a_snapshot_goes_back(pools, layout):
     for rank, later in enumerate(pools.run(2, back, layout)):
@@ -115,6 +116,7 @@ def half(stage, directory):
     return exact, again, unequal(gathered(state), went)
 
 
+@pytest.mark.long_except("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_half_precision_keeps_fp32_values(pools, stage, tmp_path):
     """What is shown and saved is what is updated: never the rounded copy."""
@@ -146,6 +148,7 @@ def behind(layout, directory):
     return unequal(gathered(restore(directory, like=state)), kept)
 
 
+@pytest.mark.long_except("zero3")
 @pytest.mark.parametrize("layout", ["deepspeed_zero2", "deepspeed_zero3"])
 def test_a_save_in_the_background(pools, layout, tmp_path):
     for rank, later in enumerate(pools.run(2, behind, layout, tmp_path)):

@@ -74,6 +74,7 @@ class DropoutGPT(GPT):
         self.blocks = nn.ModuleList(DropoutBlock() for _ in range(3))
 
 
+@pytest.mark.long_except("attention")
 @pytest.mark.parametrize("save", ["nothing", "attention", "matmuls"])
 def test_blocks_that_run_again_drop_the_same_features(pools, save):
     """A block that is computed again stops before its row layer ends, and the next one draws as before."""
@@ -266,7 +267,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.long_except(r"static_graph|unused, fsdp|units|offload")
+@pytest.mark.long_except(r"unused, fsdp|offload")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_the_other_axis(pools, name):
     strategy, model = OPTIONS[name]
