@@ -30,7 +30,8 @@ from fnaccel.program.lower import Lowered
 from fnaccel.step.loss import read_loss
 from fnaccel.strategies._torch import finish_shards
 from fnaccel.strategies.fsdp import Fsdp
-from fnaccel.strategies.fsdp_engine import dims_of, forward_of, shard
+from fnaccel.strategies.fsdp_engine import forward_of, shard
+from fnaccel.strategies.shard_dims import shard_dims
 from fnaccel.tree import Tree
 
 _TRACED = 3
@@ -128,7 +129,7 @@ def _prepared(plan: TracePlan) -> tuple[list[Repeated], Forward]:
     if fsdp is not None:  # units and dimensions are those of the whole model
         for key, module in built.modules.items():
             units[key] = find_units(module, built.units.get(key, fsdp.units), "fa.fsdp(units=...)")
-        dim_of = dims_of(built, mesh, fsdp)
+        dim_of = shard_dims(built, mesh.degrees, fsdp)
         dims = {id(param): dim_of[name] for name, param in built.named("parameters")}
     runs = [
         run

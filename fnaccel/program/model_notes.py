@@ -23,7 +23,8 @@ from fnaccel.models.note import Note, count_of
 from fnaccel.program.plan import Plan
 from fnaccel.program.probe import is_split
 from fnaccel.step.spec import Spec
-from fnaccel.strategies.footprint import CutsParameters, Reshards
+from fnaccel.strategies.footprint import CutsParameters
+from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.shard_dims import shard_notes
 
 
@@ -69,11 +70,11 @@ def _norm_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> list[Not
 
 def _shard_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> list[Note]:
     degrees, axes = spec.mesh.degrees, spec.strategy.axes
-    shards = next((axis for axis in axes if isinstance(axis, Reshards)), None)
+    shards = next((axis for axis in axes if isinstance(axis, Fsdp)), None)
     cut = any(degrees.get(axis.mesh_axis, 1) > 1 and isinstance(axis, CutsParameters) for axis in axes)
     if shards is None or cut:
         return []
-    return shard_notes(modules, degrees, shards.reshard_after_forward, shards.dims)
+    return shard_notes(modules, degrees, shards)
 
 
 def parameter_count(layout: Layout) -> Note:

@@ -15,17 +15,17 @@ from torch import nn
 
 from fnaccel import tree
 from fnaccel.engine.updater import Updater, by_model
-from fnaccel.errors import ArgumentError, FnaccelError
-from fnaccel.models.blocks import HasUnits, find_units
+from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
 from fnaccel.models.parameter import Cut, Leaf, Select
 from fnaccel.models.unknown_values import without_memory
 from fnaccel.optim.several import OptimizerLike
-from fnaccel.strategies.ddp_buckets import bucket_bytes
-from fnaccel.strategies.shard_dims import shard_dims
-from fnaccel.strategies.strategy import Pairs, Strategy, strategy
+from fnaccel.strategies.ddp import Ddp
+from fnaccel.strategies.fsdp import Fsdp
+from fnaccel.strategies.shard_dims import owners_of, shard_dims, shards_in
+from fnaccel.strategies.strategy import Strategy, strategy
 from fnaccel.texts import size_of
-from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, resolve
+from fnaccel.world.mesh import LOSS_AXES, resolve
 from fnaccel.world.simulation import check_ranks
 
 
@@ -94,14 +94,6 @@ class CutsParameters(Protocol):
     def cuts(self, built: Built, size: int) -> Mapping[str, Cut]:
         """The cuts over `size` ranks, by canonical name. Changes nothing."""
         ...
-
-
-@runtime_checkable
-class Reshards(Protocol):
-    """The axis of shards."""
-
-    reshard_after_forward: bool | int
-    dims: Pairs
 
 
 @runtime_checkable
@@ -196,6 +188,7 @@ def footprint(
     Raises:
         AxisProductError: the strategy does not fit the ranks.
         ArgumentError: a plan that does not fit the model, or a built module in the place of a factory.
+        CapabilityError: a runtime such as DeepSpeed lays the model out itself.
 
     Example:
         >>> sizes = fa.strategies.footprint(GPT, "fsdp(8)", 8, optimizer=fa.adamw(3e-4))
@@ -205,6 +198,12 @@ def footprint(
     check_ranks(ranks, "fa.strategies.footprint(ranks=)")
     axes = strategy(over)
     degrees = resolve(axes.degrees(), ranks, str(axes))
+    if "dp_shard" in degrees and not any(isinstance(axis, Fsdp) for axis in axes.axes):
+        raise CapabilityError(
+            f"{axes} lays the model out itself, and its memory is not counted here",
+            where="fa.strategies.footprint",
+            fix="count fsdp, which holds as much as ZeRO-3: fa.fsdp()",
+        )
     if not has_factories(dict(model) if isinstance(model, Mapping) else model):
         raise ArgumentError(
             "a built module was given", where="fa.strategies.footprint", fix="give its factory"
@@ -234,7 +233,6 @@ def footprint_of(
         optimizer: as for `footprint`.
         layout: the first line of its text.
     """
-    units = _units(built, axes) if "dp_shard" in degrees else {}
     cuts: dict[str, Cut] = {}
     talks: list[Traffic] = []
     for axis in axes.axes:
@@ -243,47 +241,28 @@ def footprint_of(
             cuts.update(axis.cuts(built, size))
         if isinstance(axis, Talks) and size > 1:
             talks += axis.traffic(built, size)
-    shards = math.prod(degrees.get(axis, 1) for axis in SHARD_AXES) if "dp_shard" in degrees else 1
-    axis = next((axis for axis in axes.axes if isinstance(axis, Reshards)), None)
-    reshard, asked = (True, Pairs()) if axis is None else (axis.reshard_after_forward, axis.dims)
-    dims = shard_dims(built, shards, degrees, reshard, cuts, asked) if "dp_shard" in degrees else {}
+    fsdp = next((axis for axis in axes.axes if isinstance(axis, Fsdp)), None)
+    dims = {} if fsdp is None else shard_dims(built, degrees, fsdp, cuts)
+    owners = {} if fsdp is None else owners_of(built, fsdp)
     placed = tuple(
-        _placed(name, param, cuts.get(name), degrees, shards, dims.get(name), units.get(name, ""))
+        _placed(name, param, cuts.get(name), degrees, dims.get(name), owners.get(id(param), (0, ""))[1])
         for name, param in built.named("parameters")
     )
     return Footprint(
         layout=layout,
         placed=placed,
         slots=0 if optimizer is None else _slots_of(built, placed, optimizer),
-        traffic=(*talks, *_data_parallel(placed, axes, degrees)),
+        traffic=(*talks, *_data_parallel(placed, axes, degrees, fsdp)),
     )
 
 
-def _units(built: Built, axes: Strategy) -> dict[str, str]:
-    """The innermost unit of each parameter, by canonical names."""
-    chosen = next(axis.units for axis in axes.axes if isinstance(axis, HasUnits))
-    owners: dict[str, str] = {}
-    for key, module in built.modules.items():
-        prefix = "" if key is None else f"{key}/"
-        for unit, inner in reversed(find_units(module, chosen, "fa.fsdp(units=...)")):
-            for name, _ in inner.named_parameters():
-                owners.setdefault(f"{prefix}{unit}.{name}", f"{prefix}{unit}")
-    return owners
-
-
 def _placed(
-    name: str,
-    param: Any,
-    cut: Cut | None,
-    degrees: Mapping[str, int],
-    shards: int,
-    dim: int | None,
-    unit: str,
+    name: str, param: Any, cut: Cut | None, degrees: Mapping[str, int], dim: int | None, unit: str
 ) -> Placed:
     local = tuple(param.shape) if cut is None else cut.part_shape(degrees[cut.axis])
     part = list(local)
     if dim is not None:
-        part[dim] = -(-part[dim] // shards)
+        part[dim] = -(-part[dim] // shards_in(degrees))
     return Placed(
         name=name,
         shape=tuple(param.shape),
@@ -319,15 +298,17 @@ def _slots_of(built: Built, placed: tuple[Placed, ...], optimizer: object) -> in
     return sum(value.numel() * value.element_size() for value in tensors)
 
 
-def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[str, int]) -> list[Traffic]:
+def _data_parallel(
+    placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[str, int], fsdp: Fsdp | None
+) -> list[Traffic]:
     trained = [each for each in placed if each.trained]
     grads = sum(each.bytes_of(each.part) for each in trained)
-    if "dp_shard" not in degrees:
+    if fsdp is None:
         size = math.prod(degrees.get(axis, 1) for axis in LOSS_AXES)
         if size == 1:
             return []
-        own = next((axis.bucket_sizes(grads) for axis in axes.axes if isinstance(axis, HasBuckets)), None)
-        count = _buckets(trained, *own or (bucket_bytes(grads),) * 2)
+        ddp = next((axis for axis in axes.axes if isinstance(axis, Ddp)), Ddp())
+        count = _buckets(trained, *ddp.bucket_sizes(grads))
         return [
             Traffic(axis="loss", kind="all_reduce", count=count, size=grads, per="step", what="gradients"),
             _report(),
@@ -335,14 +316,13 @@ def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[
     whole = sum(each.bytes_of(each.part) for each in trained if each.dim is None)
     placed = tuple(each for each in placed if each.dim is not None)
     units = {each.unit for each in placed}
-    reshards = any(getattr(axis, "reshard_after_forward", False) for axis in axes.axes)
     # backward gathers all units again but the root, which stays
-    again = units - {""} if reshards else set[str]()
+    again = units - {""} if fsdp.reshard_after_forward else set[str]()
     gathered = sum(each.bytes_of(each.cut) * (2 if each.unit in again else 1) for each in placed)
     rows = [
         Traffic(
             axis="shard", kind="all_gather", count=len(units) + len(again), size=gathered, per="micro-batch",
-            what="parameters, in forward and backward" if reshards else "parameters",
+            what="parameters, in forward and backward" if fsdp.reshard_after_forward else "parameters",
         ),
         Traffic(
             axis="shard", kind="reduce_scatter", count=len(units), per="step", what="gradients",
@@ -360,15 +340,6 @@ def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[
         what = "the gradients of whole parameters"
         rows.append(Traffic(axis="loss", kind="all_reduce", count=1, size=whole, per="step", what=what))
     return [*rows, _report()]
-
-
-@runtime_checkable
-class HasBuckets(Protocol):
-    """An axis that sends gradients in buckets."""
-
-    def bucket_sizes(self, gradients: int) -> tuple[float, float]:
-        """The bytes of the first bucket and of the others, for so many bytes of gradients."""
-        ...
 
 
 def _buckets(trained: list[Placed], limit: float, others: float) -> int:

@@ -16,12 +16,11 @@ from torch import nn
 from fnaccel import _torch
 from fnaccel.engine.capture import Opened
 from fnaccel.extend import Build, Built, Capture, Cut, Engine, Forward, Layout, Leaf
-from fnaccel.models.blocks import find_units
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_regather import GatheredShards, gathered_shards, zero3_pass
 from fnaccel.strategies.layout import copies_of, strides_of
 from fnaccel.strategies.partial_gradients import with_sums_in_graph
-from fnaccel.strategies.shard_dims import shard_dims
+from fnaccel.strategies.shard_dims import owners_of, shard_dims
 from fnaccel.strategies.whole_leaves import Piece, Shards, Unit
 from fnaccel.world.mesh import Mesh
 
@@ -79,34 +78,20 @@ def build_captured(built: Built, build: Build, options: Fsdp) -> Engine:
 
 def _units(built: Built, build: Build, options: Fsdp) -> list[Unit]:
     """All parameters cut over the ranks and grouped as they are gathered, the root's last."""
-    owners = _owners(built, options)
+    owners = owners_of(built, options)
     mesh = build.spec.mesh
-    dims = shard_dims(built, mesh["shard"].size, mesh.degrees, asked=options.dims)
+    dims = shard_dims(built, mesh.degrees, options)
     cast = build.settings.precision.compute if build.settings.precision.autocast else None
     safe = {id(p) for m in built.host.modules() if isinstance(m, _CAST) for p in m.parameters(recurse=False)}
     groups: dict[Any, list[Piece]] = {}
     names = {id(p): name for name, p in built.host.named_parameters()}
     for name, param in built.named("parameters"):
         dtype = cast if cast is not None and id(param) in safe else param.dtype
-        key = (owners.get(id(param), -1), param.requires_grad, dtype)
+        key = (owners[id(param)], param.requires_grad, dtype)
         piece = _cut(name, names[id(param)], param, build, built.cuts.get(name), dims[name])
         groups.setdefault(key, []).append(piece)
-    ordered = sorted(groups.items(), key=lambda item: item[0][0] % (len(owners) + 1))
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])
     return [Unit(tuple(pieces), dtype, trained) for (_, trained, dtype), pieces in ordered]
-
-
-def _owners(built: Built, options: Fsdp) -> dict[int, int]:
-    """The number of the innermost unit of each parameter, without the root's parameters."""
-    units = [
-        unit
-        for key, module in built.modules.items()
-        for _, unit in find_units(module, built.units.get(key, options.units), "fa.fsdp(units=...)")
-    ]
-    owners: dict[int, int] = {}
-    for number, unit in reversed(list(enumerate(units))):
-        for param in unit.parameters():
-            owners.setdefault(id(param), number)
-    return owners
 
 
 def _cut(

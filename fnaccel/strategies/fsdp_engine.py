@@ -8,7 +8,6 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch import nn
 
 from fnaccel import _lazy, _torch
 from fnaccel.engine.engine import Engine, Forward, Hooks, Layout
-from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, nearest
+from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError
 from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built, construct, has_factories, share_first_values
 from fnaccel.models.gradient_hooks import check_hooks_run
@@ -55,7 +54,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     if build.settings.captured:
         _check_parameters(built, set(), build)
         return _lazy.load("fnaccel.strategies.fsdp_captured").build_captured(built, build, options), built
-    dims = dims_of(built, mesh, options)
+    dims = shard_dims(built, mesh.degrees, options)
     shard(built, build, options, dims)
     if options.init != "seeded":
         _fill(built, mesh, options, values)
@@ -93,15 +92,6 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     return engine, attrs.evolve(built, empty=options.init == "meta")
 
 
-def dims_of(built: Built, mesh: Mesh, options: Fsdp) -> dict[str, int | None]:
-    """The dimension along which each parameter is sharded, by canonical name. None: it stays whole."""
-    dims = shard_dims(
-        built, mesh["shard"].size, mesh.degrees, options.reshard_after_forward, asked=options.dims
-    )
-    ignored = _ignored(built, options.ignore)
-    return {name: None if param in ignored else dims[name] for name, param in built.named("parameters")}
-
-
 def shard(built: Built, build: Build, options: Fsdp, dims: Mapping[str, int | None]) -> None:
     """Let FSDP2 shard the modules.
 
@@ -109,7 +99,7 @@ def shard(built: Built, build: Build, options: Fsdp, dims: Mapping[str, int | No
         built: the modules, which are changed.
         build: what the engine is built from.
         options: the axis.
-        dims: the result of `dims_of`. Estimates ask for it before they take equal blocks away.
+        dims: the result of `shard_dims`. Estimates ask for it before they take equal blocks away.
 
     Raises:
         CapabilityError: FSDP2 can't shard a parameter, or a parameter is in two units.
@@ -155,18 +145,6 @@ def _construct(build: Build, options: Fsdp) -> tuple[Built, dict[str, Any]]:
     if built.prebuilt and group is not None:  # as under ddp
         share_first_values(built, group, world.device)
     return built, values
-
-
-def _ignored(built: Built, patterns: tuple[str, ...]) -> set[Any]:
-    named = dict(built.named("parameters"))
-    for pattern in patterns:
-        if not fnmatch.filter(named, pattern):
-            raise ArgumentError(
-                f"the pattern {pattern!r} matches no parameter",
-                where="fa.fsdp(ignore=...)",
-                fix=nearest(pattern, named),
-            )
-    return {p for name, p in named.items() if any(fnmatch.fnmatchcase(name, glob) for glob in patterns)}
 
 
 def _check_parameters(built: Built, ignored: set[Any], build: Build) -> None:

@@ -1,22 +1,24 @@
-"""Which dimension of each parameter fsdp shards. Engines and estimates ask here, so that they agree.
+"""Which dimension of each parameter fsdp shards, and which unit gathers it: for engines, plans and estimates.
 
-It is the first one, since FSDP2 copies a parameter once more for a shard along another one. But ranks without
-rows hold nothing of a parameter, and its padding is gathered and stored by the first ranks.
+The dimension is the first one, since FSDP2 copies a parameter once more for a shard along another one. But
+ranks without rows hold nothing of a parameter, and its padding is gathered and stored by the first ranks.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
 from fnaccel.errors import ArgumentError, nearest
 from fnaccel.models._torch import Norm
+from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built, Host
 from fnaccel.models.note import Note, count_of
 from fnaccel.models.parameter import Cut
+from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.strategy import Pairs
 from fnaccel.texts import first_of
 from fnaccel.world.mesh import SHARD_AXES
@@ -28,12 +30,7 @@ _SAVED = 0.01
 
 
 def shard_dims(
-    built: Built,
-    shards: int,
-    degrees: Mapping[str, int],
-    reshard: bool | int = True,
-    cuts: Mapping[str, Cut] | None = None,
-    asked: Pairs = Pairs(),  # noqa: B008 - an empty tuple
+    built: Built, degrees: Mapping[str, int], options: Fsdp, cuts: Mapping[str, Cut] | None = None
 ) -> dict[str, int | None]:
     """The dimension along which fsdp shards each parameter, by canonical name. None: it stays whole.
 
@@ -47,15 +44,14 @@ def shard_dims(
 
     Args:
         built: the modules.
-        shards: over how many ranks.
         degrees: the ranks along each axis of the mesh.
-        reshard: `reshard_after_forward` of the axis.
+        options: the axis. Its `dims` and `ignore` count before all of this.
         cuts: how model axes cut parameters. By default, as they have cut these.
-        asked: the dimensions that the user asked for, by pattern: they count before all of this.
 
     Raises:
         ArgumentError: see `fsdp`.
     """
+    shards = shards_in(degrees)
     cuts = built.cuts if cuts is None else cuts
     named = dict(built.named("parameters"))
     shapes = {
@@ -73,7 +69,7 @@ def shard_dims(
     others = {
         name: dim
         for name, shape in shapes.items()
-        if isinstance(reshard, bool)
+        if isinstance(options.reshard_after_forward, bool)
         and dims[name] == 0
         and (dim := _other_dim(shape, cuts.get(name), shards)) is not None
     }
@@ -89,7 +85,49 @@ def shard_dims(
         padding = -shape[0] % shards / shape[0]
         if experts or (padding >= _PADDING and saved[shape] > _SAVED * total):
             dims[name] = dim
-    return dims | _asked_dims(asked, shapes, cuts, shards)
+    dims |= _asked_dims(options.dims, shapes, cuts, shards)
+    return dims | dict.fromkeys(_ignored(options.ignore, named))
+
+
+def shards_in(degrees: Mapping[str, int]) -> int:
+    """Over how many ranks each parameter is sharded."""
+    return math.prod(degrees.get(axis, 1) for axis in SHARD_AXES)
+
+
+def owners_of(built: Built, options: Fsdp) -> dict[int, tuple[int, str]]:
+    """The position and the name of the innermost unit of each parameter, by its id. The root is last, and "".
+
+    Args:
+        built: the modules, whose `units` count before those of the axis.
+        options: the axis.
+    """
+    units = [
+        (name if key is None else f"{key}/{name}", unit)
+        for key, module in built.modules.items()
+        for name, unit in find_units(module, built.units.get(key, options.units), "fa.fsdp(units=...)")
+    ]
+    owners: dict[int, tuple[int, str]] = {}
+    for position, (name, unit) in reversed(list(enumerate(units))):
+        for param in unit.parameters():
+            owners.setdefault(id(param), (position, name))
+    return {id(param): owners.get(id(param), (len(units), "")) for _, param in built.named("parameters")}
+
+
+def _ignored(patterns: Sequence[str], names: Collection[str]) -> list[str]:
+    """The names of the parameters that match a pattern of `ignore`.
+
+    Raises:
+        ArgumentError: a pattern matches nothing.
+    """
+    matches = [fnmatch.filter(names, pattern) for pattern in patterns]
+    for pattern, found in zip(patterns, matches, strict=True):
+        if not found:
+            raise ArgumentError(
+                f"the pattern {pattern!r} matches no parameter",
+                where="fa.fsdp(ignore=...)",
+                fix=nearest(pattern, names),
+            )
+    return [name for found in matches for name in found]
 
 
 def _asked_dims(
@@ -130,25 +168,24 @@ def _unfit(shape: tuple[int, ...], dim: int, cut: Cut | None, shards: int) -> st
 
 
 def shard_notes(
-    modules: Mapping[str | None, nn.Module],
-    degrees: Mapping[str, int],
-    reshard: bool | int,
-    asked: Pairs = Pairs(),  # noqa: B008 - an empty tuple
+    modules: Mapping[str | None, nn.Module], degrees: Mapping[str, int], options: Fsdp
 ) -> list[Note]:
     """What a plan says of parameters whose rows the ranks do not divide.
 
     Args:
         modules: the modules by key, which no model axis cuts.
         degrees: the ranks along each axis of the mesh.
-        reshard, asked: `reshard_after_forward` and `dims` of the axis.
+        options: the axis.
     """
-    shards = math.prod(degrees.get(axis, 1) for axis in SHARD_AXES)
+    shards = shards_in(degrees)
     if shards == 1:
         return []
     built = Built(model=None, modules=dict(modules), host=Host({}))
     named = dict(built.named("parameters"))
-    wanted = _asked_dims(asked, {name: tuple(param.shape) for name, param in named.items()}, {}, shards)
-    dims = shard_dims(built, shards, degrees, reshard) | wanted
+    dims = shard_dims(built, degrees, options)
+    wanted = _asked_dims(
+        options.dims, {name: tuple(param.shape) for name, param in named.items()}, {}, shards
+    )
     padding = {
         name: -param.shape[0] % shards / param.shape[0] for name, param in named.items() if dims[name] == 0
     }

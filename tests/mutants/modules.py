@@ -172,8 +172,8 @@ MUTANTS = [
         "return following(self, extras=extras)", ("tests/checkpoint/test_user_state.py", "-k", "moves_the_lease"),
     ),
     Mutant(
-        "dimensions that were asked for are left out of the graph", "strategies/fsdp_captured.py", "mesh.degrees, asked=options.dims)",
-        "mesh.degrees)", (DIMS, "-k", "asked_for and True"),
+        "dimensions that were asked for are left out of the graph", "strategies/fsdp_captured.py",
+        "shard_dims(built, mesh.degrees, options)", "shard_dims(built, mesh.degrees, Fsdp())", (DIMS, "-k", "asked_for and True"),
     ),
     Mutant(
         "the last pattern of dims counts", "strategies/shard_dims.py", "dims.setdefault(name, dim)", "dims[name] = dim",

@@ -34,6 +34,7 @@ def held_and_sent(strategy):
 
 ROWS = [
     (1, "local"), (2, "ddp"), (4, "fsdp"), (4, "fsdp(reshard_after_forward=False)"), (4, "hsdp(2, 2)"),
+    (2, "fsdp(ignore=('head.*', 'blocks.0.*'))"),
     (2, fa.tensor(2, PLAN)), (2, fa.tensor(2, CUT_LOGITS)),
     (2, fa.tensor(2, SEQUENCE, sequence=True)), (4, fa.ddp(2) * fa.tensor(2, PLAN)),
     (4, fa.fsdp(2) * fa.tensor(2, PLAN)), (4, fa.fsdp(2) * fa.tensor(2, CUT_LOGITS)),
@@ -86,6 +87,8 @@ def test_mistakes():
         fa.strategies.footprint(GPT, fa.fsdp(4) * fa.tensor(2, PLAN), 4)
     with pytest.raises(errors.ArgumentError, match="which 3 ranks can't divide"):
         fa.strategies.footprint(GPT, fa.tensor(3, PLAN), 3)
+    with pytest.raises(errors.CapabilityError, match=r"deepspeed\(stage=2\) lays the model out itself"):
+        fa.strategies.footprint(GPT, "deepspeed(2)", 4)
     assert fa.strategies.footprint(GPT, "local", 1, frozen=("*",)).gradients == 0
 
 
