@@ -29,24 +29,22 @@ class Remote(torch.Tensor):
     @staticmethod
     def make(
         shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
         *,
         name: str,
         read: Callable[[], torch.Tensor],
         write: Callable[[torch.Tensor], None],
         mesh: Mesh,
     ) -> Remote:
-        """Make a `Remote`. Nothing is fetched.
+        """Make a `Remote` in fp32. Nothing is fetched.
 
         Args:
-            shape, dtype, device: of the whole tensor, as `read` returns it.
+            shape: of the whole tensor.
             name: for printing.
-            read: returns a copy of the whole tensor.
+            read: returns a copy of the whole tensor, on the device of this rank.
             write: takes the whole tensor.
             mesh: the ranks that `part` and `solid` spread it over.
         """
-        remote: Any = _torch.wrapper_tensor(Remote, shape, dtype, device)
+        remote: Any = _torch.wrapper_tensor(Remote, shape, torch.float32, mesh.world.device)
         remote._name, remote._read, remote._write, remote._mesh = name, read, write, mesh  # noqa: SLF001
         return remote
 
@@ -139,15 +137,7 @@ class Remote(torch.Tensor):
         return result
 
     def _alias(self) -> Remote:
-        return Remote.make(
-            self.shape,
-            self.dtype,
-            self.device,
-            name=self._name,
-            read=self._read,
-            write=self._write,
-            mesh=self._mesh,
-        )
+        return Remote.make(self.shape, name=self._name, read=self._read, write=self._write, mesh=self._mesh)
 
 
 def _changed(before: Tree, after: Tree) -> Iterator[tuple[Remote, torch.Tensor]]:

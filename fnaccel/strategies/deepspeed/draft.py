@@ -34,10 +34,6 @@ class Draft:
         value = self._find(key)
         return None if value == AUTO else value
 
-    def is_section(self, key: str) -> bool:
-        """Whether the key holds a section."""
-        return isinstance(self._find(key), dict)
-
     def is_auto(self, key: str) -> bool:
         """Whether the value is `"auto"`."""
         return self._find(key) == AUTO
@@ -64,10 +60,8 @@ class Draft:
 
     def drop(self, key: str) -> None:
         """Remove a key that is left to DeepSpeed."""
-        *path, last = key.split(".")
-        inside: Any = self._config
-        for name in path:
-            inside = inside.get(name) if isinstance(inside, dict) else None
+        section, _, last = key.rpartition(".")
+        inside = self._find(section) if section else self._config
         if isinstance(inside, dict):
             inside.pop(last, None)
 

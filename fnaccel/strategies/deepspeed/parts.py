@@ -8,6 +8,7 @@ has one. Stage 0, frozen parameters and the creation of optimizer slots have non
 # ruff: noqa: SLF001 - DeepSpeed has no public name for these
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,7 +52,8 @@ class Parts:
         """A copy of the whole fp32 parameter, or of one of its slots. Collective."""
         self._check_open()
         if not param.requires_grad:
-            return self._frozen(param).float()
+            with _gathered(param):
+                return param.detach().clone().float()
         if self.stage == 0:
             return self._held(param, slot).detach().clone()
         accessors = part_of_package("utils")
@@ -67,7 +69,8 @@ class Parts:
         self._check_open()
         with torch.no_grad():
             if not param.requires_grad:
-                self._write_frozen(param, value)
+                with _gathered(param, modifier_rank=0):
+                    param.data.copy_(value)
             elif self.stage == 0:
                 self._held(param, slot).copy_(value)
                 if slot is None:
@@ -123,25 +126,6 @@ class Parts:
         flat = value.flatten()[start : start + each]
         return torch.nn.functional.pad(flat, (0, each - flat.numel()))
 
-    def _frozen(self, param: torch.Tensor) -> torch.Tensor:
-        if not hasattr(param, "ds_id"):
-            return param.detach().clone()
-        gathered = part_of_package("runtime.zero").GatheredParameters
-        with gathered([param]):
-            return param.detach().clone()
-
-    def _write_frozen(self, param: torch.Tensor, value: torch.Tensor) -> None:
-        if not hasattr(param, "ds_id"):
-            param.data.copy_(value)
-            return
-        gathered = part_of_package("runtime.zero").GatheredParameters
-        with gathered([param], modifier_rank=0):
-            param.data.copy_(value)
-
-    def states(self) -> Iterator[dict[str, Any]]:
-        """The state of each tensor that the optimizer inside updates."""
-        yield from self.inner.state.values()
-
     def make_slots(self) -> tuple[str, ...]:
         """Let the optimizer make its slots before the first step, at their first values. Returns their names.
 
@@ -190,7 +174,7 @@ class Parts:
 
     def count(self, updates: int) -> None:
         """Let the optimizer's own count be the number of updates so far."""
-        for state in self.states():
+        for state in self.inner.state.values():
             step = state.get("step")
             if isinstance(step, torch.Tensor):
                 step.fill_(updates)
@@ -206,3 +190,12 @@ class Parts:
         else:
             for group in self.inner.param_groups:
                 yield from group["params"]
+
+
+def _gathered(
+    param: torch.Tensor, modifier_rank: int | None = None
+) -> contextlib.AbstractContextManager[object]:
+    """Have a frozen parameter whole while the body runs. Values that `modifier_rank` wrote to it stay."""
+    if not hasattr(param, "ds_id"):
+        return contextlib.nullcontext()
+    return part_of_package("runtime.zero").GatheredParameters([param], modifier_rank=modifier_rank)

@@ -310,8 +310,6 @@ def _client(optimizer: Optimizer, params: list[dict[str, Any]], groups: Sequence
 def _remote(mesh: Mesh, parts: Parts, param: torch.Tensor, name: str, slot: str | None = None) -> Remote:
     return Remote.make(
         parts.shape(param),
-        torch.float32,
-        mesh.world.device,
         name=name,
         read=lambda: parts.read(param, slot),
         write=lambda value: parts.write(param, value, slot),

@@ -59,7 +59,7 @@ def check_shape(draft: Draft, written: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(key, _TOP, n=1, cutoff=0.85)
         if key not in _TOP and near:
             draft.object_to(f"DeepSpeed has no key {key!r} in {draft.origin}: {near[0]!r} may be meant")
-    stage: Any = draft.written("zero_optimization.stage") if draft.is_section("zero_optimization") else None
+    stage = draft.written("zero_optimization.stage")
     if stage is not None and (type(stage) is not int or not 0 <= stage <= 3):
         draft.object_to(f"zero_optimization.stage is {stage!r} in {draft.origin}, and not 0, 1, 2 or 3")
     draft.check("fa.deepspeed")
