@@ -7,6 +7,7 @@ another way: every second one, or with fewer rows each time. So a trace of six b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -153,16 +154,11 @@ class _Enter(torch.autograd.Function):
 def _runs(members: list[nn.Module], most: int) -> tuple[list[nn.Module], list[Repeated]]:
     remaining: list[nn.Module] = []
     shortened: list[Repeated] = []
-    start = 0
-    while start < len(members):
-        end = start + 1
-        while end < len(members) and _signature(members[end]) == _signature(members[start]):
-            end += 1
-        run = members[start:end]
+    for _, equal in itertools.groupby(members, _signature):
+        run = list(equal)
         remaining += run[:most]
         if len(run) > most:
             shortened.append(Repeated(run[1], run[2], run[3], len(run) - most))
-        start = end
     return remaining, shortened
 
 

@@ -91,23 +91,24 @@ class Meeting:
     def leave(self) -> None:
         """End the meeting, after the last check. The first machine waits for the others: it has the store."""
         with contextlib.suppress(RuntimeError):
-            left = self._store.add("left", 1)
-            end = time.monotonic() + (PATIENCE if self._lost is None else 0.0)
-            while self._keeps_store and left < self._nodes and time.monotonic() < end:
-                time.sleep(_PAUSE)
-                left = self._store.add("left", 0)
+            self._count("left", PATIENCE if self._keeps_store and self._lost is None else 0.0)
 
     def _meet(self) -> None:
         self._check, self._job = self._check + 1, 0
-        came = self._store.add(f"{self._check}/came", 1)
-        end = time.monotonic() + PATIENCE
-        while came < self._nodes:
-            if time.monotonic() > end:
-                raise CheckFailedError(f"{came} of {self._nodes} machines came within {PATIENCE:g} s")
-            time.sleep(_PAUSE)  # not in the store, where Ctrl-C is not heard
-            came = self._store.add(f"{self._check}/came", 0)
+        came = self._count(f"{self._check}/came", PATIENCE)
+        if came < self._nodes:
+            raise CheckFailedError(f"{came} of {self._nodes} machines came within {PATIENCE:g} s")
         if came > self._nodes:
             raise CheckFailedError(f"{came} machines came, and --nnodes is {self._nodes}")
+
+    def _count(self, key: str, seconds: float) -> int:
+        """Count this machine, wait until all machines have counted themselves, and return their number."""
+        count = self._store.add(key, 1)
+        end = time.monotonic() + seconds
+        while count < self._nodes and time.monotonic() < end:
+            time.sleep(_PAUSE)  # not in the store, where Ctrl-C is not heard
+            count = self._store.add(key, 0)
+        return count
 
 
 def _is_free(port: int) -> bool:
