@@ -183,13 +183,11 @@ def shard_notes(
     built = Built(model=None, modules=dict(modules), host=Host({}))
     named = dict(built.named("parameters"))
     dims = shard_dims(built, degrees, options)
-    wanted = _asked_dims(
-        options.dims, {name: tuple(param.shape) for name, param in named.items()}, {}, shards
-    )
+    asked = [name for pattern, _ in options.dims for name in fnmatch.filter(named, pattern)]
     padding = {
         name: -param.shape[0] % shards / param.shape[0] for name, param in named.items() if dims[name] == 0
     }
-    moved = [name for name, dim in dims.items() if dim and name not in wanted]
+    moved = [name for name, dim in dims.items() if dim and name not in asked]
     uneven = [name for name, part in padding.items() if part >= _PADDING and named[name].dim() > 1]
     why = f"fsdp: {shards} ranks do not divide the rows of"
     norms = [part for module in modules.values() for part in module.modules() if isinstance(part, Norm)]

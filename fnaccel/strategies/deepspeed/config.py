@@ -17,7 +17,6 @@ from fnaccel.step.step import Step
 from fnaccel.strategies.deepspeed.choosing import choose_update
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
-from fnaccel.strategies.deepspeed.shape import check_shape
 from fnaccel.transforms.accumulation import Accumulate, accumulate
 from fnaccel.transforms.clipping import clip_norm
 from fnaccel.transforms.precision import with_precision
@@ -36,14 +35,14 @@ def delegate(spec: Spec, record: Deepspeed) -> Delegation:
         ConfigError: the file, the arguments, the step and the optimizer don't agree.
     """
     draft = Draft(record.written, _origin(record))
-    check_shape(draft, record.written)
+    draft.check_shape()
     _arguments(record, draft)
     step = _precision(spec.step, draft)
     step = _accumulation(step, draft)
     step = _clipping(step, draft)
     choose_update(spec, draft, record)
     rows = _batch(draft, spec.mesh.batch_size)
-    draft.check(_WHERE)
+    draft.check()
     _hidden(spec.model, record, draft)
     draft.fill("steps_per_print", _QUIET)
     draft.fill("zero_allow_untested_optimizer", True)
@@ -53,7 +52,7 @@ def delegate(spec: Spec, record: Deepspeed) -> Delegation:
         step=step,
         by="deepspeed",
         names=_DELEGATED,
-        config=draft.finish(_WHERE),
+        config=draft.finish(),
         notes=_notes(step, record),
         rows=rows,
     )
@@ -99,7 +98,7 @@ def _precision(step: Step, draft: Draft) -> Step:
         enabled: list[PrecisionName] = [name for name in halves if draft.written(f"{name}.enabled") is True]
         if len(enabled) > 1:
             draft.object_to(f"bf16 and fp16 are both enabled in {draft.origin}")
-            draft.check(_WHERE)
+            draft.check()
         if enabled:
             step = with_precision(step, enabled[0])
             settings = step.settings
