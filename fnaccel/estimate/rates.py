@@ -9,7 +9,7 @@ import attrs
 
 from fnaccel.errors import require
 from fnaccel.estimate.training_memory import TrainingEstimate
-from fnaccel.world.mesh import AXES, LOSS_AXES, SHARD_AXES
+from fnaccel.world.mesh import AXES, DERIVED
 
 _PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 
@@ -109,7 +109,7 @@ def least_time(estimate: TrainingEstimate, rates: Rates) -> LeastTime:
 
 def _span(axis: str, degrees: Mapping[str, int], per_machine: int) -> tuple[int, bool]:
     """How many ranks a collective joins, and whether they are on several machines."""
-    members = {"loss": LOSS_AXES, "shard": SHARD_AXES}.get(axis, (axis,))
+    members = DERIVED.get(axis, (axis,))
     names = sorted(degrees, key=lambda name: AXES.index(name) if name in AXES else 0)
     ranks = math.prod(degrees[name] for name in names if name in members)
     outermost = next((index for index, name in enumerate(names) if name in members), len(names))

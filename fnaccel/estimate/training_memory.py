@@ -32,7 +32,7 @@ from fnaccel.strategies.footprint import Footprint, footprint_of
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.texts import size_of
 from fnaccel.tree import Tree
-from fnaccel.world.mesh import LOSS_AXES, build, resolve
+from fnaccel.world.mesh import build, resolve
 from fnaccel.world.simulation import absent_world, check_machines, check_ranks, simulate
 
 _KINDS = {
@@ -270,7 +270,7 @@ def _of(
     layout = planned_step.plan.layout.replace(" (cpu)", "")
     sizes = footprint_of(built, strategy, degrees, spec.optimizers, layout)
     fsdp = next((axis for axis in strategy.axes if isinstance(axis, Fsdp)), None)
-    averaged = fsdp is None and math.prod(degrees.get(axis, 1) for axis in LOSS_AXES) > 1
+    averaged = fsdp is None and spec.mesh.loss_size > 1
     account = Account() if fsdp is None else Account(_axis_of(simulated.mesh))
     _hold(account, built, sizes, lowered, batch)
     account.hold(sizes.gradients if averaged else 0, GRADIENTS)

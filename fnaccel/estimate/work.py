@@ -11,24 +11,13 @@ import torch
 
 from fnaccel.estimate._torch import group_of
 from fnaccel.models._torch import tree_leaves
-from fnaccel.models.operation_counts import operation_counts
+from fnaccel.models.operation_counts import COLLECTIVE_KINDS, operation_counts
 
 Link = tuple[str, str]
 """A mesh axis, and a kind of collective."""
 
 _FORMULAS = operation_counts()
 _NAMESPACES = ("c10d", "_c10d_functional")
-_KINDS = {
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-}
 
 
 def along_tp(_: str) -> str:
@@ -94,7 +83,7 @@ class Work:
             self.flops += formula(*args, **kwargs, out_val=result)
         elif getattr(operation, "namespace", "") in _NAMESPACES:
             name = operation.overloadpacket.__name__.strip("_")
-            kind = _KINDS.get(name)
+            kind = COLLECTIVE_KINDS.get(name)
             if kind is not None:
                 values = result if kind == "all_gather" else args
                 tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]

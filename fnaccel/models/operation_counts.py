@@ -1,6 +1,7 @@
-"""Floating-point operations that the table of torch lacks: attention on CPUs, and grouped products.
+"""Floating-point operations that the table of torch lacks, and the kinds of collectives.
 
-torch lets libraries register formulas: `torch.utils.flop_counter.register_flop_formula`.
+The table lacks attention on CPUs, and grouped products. torch lets libraries register formulas:
+`torch.utils.flop_counter.register_flop_formula`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,27 @@ from typing import Any
 import torch
 
 Shape = Sequence[int]
+
+COLLECTIVE_KINDS = {
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "recv_any_source": "recv",
+    "monitored_barrier": "barrier",
+}
+"""By the names of operators of `c10d` and `_c10d_functional`, without the underscores around them."""
 
 
 def operation_counts() -> dict[Any, Callable[..., int]]:

@@ -22,10 +22,10 @@ from fnaccel.models.unknown_values import without_memory
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
-from fnaccel.strategies.shard_dims import owners_of, shard_dims, shards_in
+from fnaccel.strategies.shard_dims import owners_of, shard_dims
 from fnaccel.strategies.strategy import Strategy, strategy
 from fnaccel.texts import size_of
-from fnaccel.world.mesh import LOSS_AXES, resolve
+from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, ranks_along, resolve
 from fnaccel.world.simulation import check_ranks
 
 
@@ -262,7 +262,7 @@ def _placed(
     local = tuple(param.shape) if cut is None else cut.part_shape(degrees[cut.axis])
     part = list(local)
     if dim is not None:
-        part[dim] = -(-part[dim] // shards_in(degrees))
+        part[dim] = -(-part[dim] // ranks_along(degrees, SHARD_AXES))
     return Placed(
         name=name,
         shape=tuple(param.shape),
@@ -304,8 +304,7 @@ def _data_parallel(
     trained = [each for each in placed if each.trained]
     grads = sum(each.bytes_of(each.part) for each in trained)
     if fsdp is None:
-        size = math.prod(degrees.get(axis, 1) for axis in LOSS_AXES)
-        if size == 1:
+        if ranks_along(degrees, LOSS_AXES) == 1:
             return []
         ddp = next((axis for axis in axes.axes if isinstance(axis, Ddp)), Ddp())
         count = _buckets(trained, *ddp.bucket_sizes(grads))

@@ -21,7 +21,7 @@ from fnaccel.models.parameter import Cut
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.strategy import Pairs
 from fnaccel.texts import first_of
-from fnaccel.world.mesh import SHARD_AXES
+from fnaccel.world.mesh import SHARD_AXES, ranks_along
 
 _PADDING = 0.25
 """Rows of padding for each row, from which another dimension is looked for."""
@@ -51,7 +51,7 @@ def shard_dims(
     Raises:
         ArgumentError: see `fsdp`.
     """
-    shards = shards_in(degrees)
+    shards = ranks_along(degrees, SHARD_AXES)
     cuts = built.cuts if cuts is None else cuts
     named = dict(built.named("parameters"))
     shapes = {
@@ -87,11 +87,6 @@ def shard_dims(
             dims[name] = dim
     dims |= _asked_dims(options.dims, shapes, cuts, shards)
     return dims | dict.fromkeys(_ignored(options.ignore, named))
-
-
-def shards_in(degrees: Mapping[str, int]) -> int:
-    """Over how many ranks each parameter is sharded."""
-    return math.prod(degrees.get(axis, 1) for axis in SHARD_AXES)
 
 
 def owners_of(built: Built, options: Fsdp) -> dict[int, tuple[int, str]]:
@@ -177,7 +172,7 @@ def shard_notes(
         degrees: the ranks along each axis of the mesh.
         options: the axis.
     """
-    shards = shards_in(degrees)
+    shards = ranks_along(degrees, SHARD_AXES)
     if shards == 1:
         return []
     built = Built(model=None, modules=dict(modules), host=Host({}))

@@ -16,23 +16,9 @@ import attrs
 
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError
+from fnaccel.models.operation_counts import COLLECTIVE_KINDS
 
 _PREFIX = "c10d::"
-_KINDS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "recv_any_source": "recv",
-    "monitored_barrier": "barrier",
-}
 
 
 def _no_counts() -> Mapping[str, int]:
@@ -113,4 +99,4 @@ def count_collectives() -> Generator[CollectiveCounter]:
 
 def _kind(name: str) -> str:
     bare = name.removeprefix(_PREFIX).strip("_")
-    return _KINDS.get(bare, bare)
+    return COLLECTIVE_KINDS.get(bare, bare)

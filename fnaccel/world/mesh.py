@@ -37,7 +37,8 @@ SHARD_AXES = ("dp_shard", "cp")
 MODEL_AXES = (*SHARD_AXES, "tp")
 """The axes along which ranks may hold different parts of the model."""
 
-_DERIVED = {"batch": BATCH_AXES, "loss": LOSS_AXES, "shard": SHARD_AXES, "model": MODEL_AXES}
+DERIVED = {"batch": BATCH_AXES, "loss": LOSS_AXES, "shard": SHARD_AXES, "model": MODEL_AXES}
+"""Names that stand for several axes together."""
 
 
 def resolve(degrees: Sequence[tuple[str, int]], size: int, described: str) -> dict[str, int]:
@@ -87,7 +88,7 @@ def batch_ranks(degrees: Sequence[tuple[str, int]], size: int, described: str) -
         AxisProductError: the strategy does not fit.
     """
     resolved = resolve(degrees, size, described)
-    return _parts(resolved, BATCH_AXES)
+    return ranks_along(resolved, BATCH_AXES)
 
 
 def _suggest(degrees: Sequence[tuple[str, int]], size: int) -> str:
@@ -117,7 +118,7 @@ def _layouts(size: int, axes: int) -> list[tuple[int, ...]]:
     return [(degree, *rest) for degree in divisors for rest in _layouts(size // degree, axes - 1)]
 
 
-def _parts(degrees: Mapping[str, int], axes: Sequence[str]) -> int:
+def ranks_along(degrees: Mapping[str, int], axes: Sequence[str]) -> int:
     """The number of ranks along several axes together."""
     return math.prod(degrees.get(axis, 1) for axis in axes)
 
@@ -158,12 +159,12 @@ class Mesh:
     shown: Any = attrs.field(default=None, eq=False, repr=False)
     model: dist.ProcessGroup | None = attrs.field(default=None, eq=False, repr=False)
     batch_size: int = attrs.field(
-        default=attrs.Factory(lambda mesh: _parts(mesh.degrees, BATCH_AXES), takes_self=True),
+        default=attrs.Factory(lambda mesh: ranks_along(mesh.degrees, BATCH_AXES), takes_self=True),
         init=False,
         repr=False,
     )
     loss_size: int = attrs.field(
-        default=attrs.Factory(lambda mesh: _parts(mesh.degrees, LOSS_AXES), takes_self=True),
+        default=attrs.Factory(lambda mesh: ranks_along(mesh.degrees, LOSS_AXES), takes_self=True),
         init=False,
         repr=False,
     )
@@ -205,10 +206,10 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> MeshAxis:
         """One axis (or `"batch"`, or `"loss"`), for `fa.gather(x, over=train_step.mesh["dp_shard"])`."""
-        group, derived = self.group(axis), _DERIVED.get(axis)
+        group, derived = self.group(axis), DERIVED.get(axis)
         return MeshAxis(
             name=axis,
-            size=self.degrees[axis] if derived is None else _parts(self.degrees, derived),
+            size=self.degrees[axis] if derived is None else ranks_along(self.degrees, derived),
             rank=self.coordinate(axis) if derived is None else self._rank(derived),
             group=group,
         )
@@ -221,11 +222,11 @@ class Mesh:
         Raises:
             AxisProductError: there is no such axis.
         """
-        derived = _DERIVED.get(axis)
+        derived = DERIVED.get(axis)
         if derived is not None:
             if self.world.size == 1:  # at once, since each step asks
                 return None
-            size = _parts(self.degrees, derived)
+            size = ranks_along(self.degrees, derived)
             if size == 1:
                 return None
             if size == self.world.size:
@@ -243,7 +244,7 @@ class Mesh:
             raise AxisProductError(
                 f"the mesh has no axis {axis!r}",
                 where=f"mesh {self.degrees}",
-                fix=f"choose one of: {', '.join([*self.degrees, *_DERIVED])}",
+                fix=f"choose one of: {', '.join([*self.degrees, *DERIVED])}",
             )
         return None if self.degrees[axis] == 1 else self.device.get_group(axis)
 
