@@ -19,6 +19,7 @@ from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.optim.schedules import Rate
 from fnaccel.optim.selection import Groups, pairs_of
 from fnaccel.step.loss import Scalar
+from fnaccel.texts import error_line
 from fnaccel.tree import Tree
 
 if TYPE_CHECKING:
@@ -72,8 +73,7 @@ class TorchKernel:
 class BoundTorch:
     """A torch optimizer over real parameters (DTensors if they are sharded).
 
-    Attributes:
-        switched: the optimizer, if it has `train()` and `eval()`: it evaluates at other parameters.
+    `switched` is the optimizer if it has `train()` and `eval()`: it evaluates at other parameters.
     """
 
     reads_host = True
@@ -249,7 +249,7 @@ def _explained(cls: type[Any], groups: Sequence[Group]) -> Generator[None]:
                 fix="nn.Embedding(..., sparse=False) and fa.adam(lr), whose moments decay in each update",
             ) from error
         raise CapabilityError(
-            f"{named(cls)} can't update these parameters: {str(error).splitlines()[0]}",
+            f"{named(cls)} can't update these parameters: {error_line(error)}",
             where="fa.optim.from_torch",
             fix="give them to another one: fa.optim.optimizer_groups([(selection, fa.optim.from_torch(...)), "
             '("*", fa.adamw(3e-4))])'

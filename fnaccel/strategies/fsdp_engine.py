@@ -40,6 +40,7 @@ from fnaccel.strategies.partial_gradients import with_sums
 from fnaccel.strategies.same_model import check_alike
 from fnaccel.strategies.shard_dims import shard_dims
 from fnaccel.strategies.whole_leaves import WholeLeaves
+from fnaccel.texts import error_line
 from fnaccel.world.mesh import Mesh, ensure_group
 
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -112,7 +113,7 @@ def shard(built: Built, build: Build, options: Fsdp, dims: Mapping[str, int | No
         if isinstance(error, FnaccelError):
             raise
         raise CapabilityError(
-            f"fsdp can't shard this model: {str(error).splitlines()[0]}",
+            f"fsdp can't shard this model: {error_line(error)}",
             where=f"strategy {build.spec.strategy}",
             fix="tied weights have to lie in one unit: choose larger units (fa.fsdp(units=...)), or use ddp",
         ) from error

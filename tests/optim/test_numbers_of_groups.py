@@ -92,25 +92,12 @@ class Rating(torch.optim.SGD):
         self.param_groups[0]["lr"] *= 0.9
 
 
-class Switching(Counting):
-    def train(self):
-        pass
-
-    def eval(self):
-        pass
-
-
 @pytest.mark.parametrize(
     ("cls", "text"), [(Listing, "keeps 'seen' in its groups"), (Rating, "changes its rate")]
 )
 def test_what_no_checkpoint_could_hold_is_refused(cls, text):
     with fa.start(), pytest.raises(errors.CapabilityError, match=text):
         program(optimizer=fa.optim.from_torch(cls, lr=0.1)).init()
-
-
-def test_a_class_that_evaluates_at_other_parameters_is_refused():
-    with pytest.raises(errors.ArgumentError, match=r"train\(\) and eval\(\)[\s\S]*with_ema"):
-        fa.optim.from_torch(Switching, lr=0.1)
 
 
 def parts_of_a_group_differ(whole):

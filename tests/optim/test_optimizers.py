@@ -277,3 +277,13 @@ def anchored(strategy):
 def test_such_a_slot_is_equal_on_shards(pools):
     replicated, sharded = (pools.run(2, anchored, strategy)[0] for strategy in ("ddp", "fsdp"))
     assert_close(sharded, replicated)
+
+
+class Unwritten(torch.optim.SGD):
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
+def test_an_error_without_a_text_has_its_class():
+    with pytest.raises(errors.CapabilityError, match="can't update these parameters: NotImplementedError"):
+        program(optimizer=fa.optim.from_torch(Unwritten, lr=0.1)).init()
