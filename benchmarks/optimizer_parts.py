@@ -23,7 +23,7 @@ from report import Row, compare, publish
 
 import fnaccel as fa
 from fnaccel.models.parameter import Leaf
-from fnaccel.optim import chain_kernel
+from fnaccel.optim import fused
 from fnaccel.optim.description import group_leaves
 
 PARTS = ("step", "update")
@@ -181,7 +181,7 @@ def _update_by_hand() -> Callable[[], None]:
 def updates(blocks: int, calls: int) -> list[Row]:
     """The optimizer alone: 41 tensors of 187,000 values."""
     adamw = fa.adamw(RATE)
-    with mock.patch.object(chain_kernel, "fused_of", return_value=None):
+    with mock.patch.object(fused, "fused_of", return_value=None):
         by_rule = _update(fa.optim.chain(*adamw.parts, lr=RATE))
     what = "41 tensors, 187,000 values"
     lambs = race({"fnaccel": _update(lamb()), PLAIN: _update_by_hand()}, blocks=blocks, calls=calls)

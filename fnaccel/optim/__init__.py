@@ -10,13 +10,13 @@ from fnaccel.optim.foreign import adafactor as adafactor
 from fnaccel.optim.foreign import from_torch as from_torch
 from fnaccel.optim.fused import adam as adam
 from fnaccel.optim.fused import adamw as adamw
+from fnaccel.optim.fused import chain as chain
 from fnaccel.optim.fused import sgd as sgd
 from fnaccel.optim.several import OptimizerGroups as OptimizerGroups
 from fnaccel.optim.several import optimizer_groups as optimizer_groups
 from fnaccel.optim.several import starting_at as starting_at
 
 if TYPE_CHECKING:
-    from fnaccel.optim.chain_kernel import chain as chain
     from fnaccel.optim.deepspeed import deepspeed_lr as deepspeed_lr
     from fnaccel.optim.deepspeed import from_deepspeed as from_deepspeed
     from fnaccel.optim.parts import adaptive_clip as adaptive_clip
@@ -35,7 +35,6 @@ else:  # a copy of fnaccel may lack them
     __getattr__, __dir__, __all__ = _lazy.attach(
         __name__,
         {
-            "fnaccel.optim.chain_kernel": "chain",
             "fnaccel.optim.deepspeed": "deepspeed_lr from_deepspeed",
             "fnaccel.optim.parts": "adaptive_clip add_decayed_weights centralize clip_norm lookahead masked "
             "scale_by_adam scale_by_lion scale_by_rms trace trust_ratio",

@@ -1,28 +1,22 @@
-"""`chain`: an optimizer from parts, over this rank's part of each parameter."""
+"""`BoundChain`: an optimizer from parts, over this rank's part of each parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import torch
 
 from fnaccel import _torch
 from fnaccel.errors import CapabilityError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim import kernels
-from fnaccel.optim.description import Bound, Group, Optimizer
-from fnaccel.optim.fused import FusedKernel, real_view
+from fnaccel.optim.description import Group
 from fnaccel.optim.operations import CutRows, Fast, Pure
-from fnaccel.optim.parts import check_part
 from fnaccel.optim.rules import (
-    AddDecayedWeights,
     Masked,
     Part,
-    ScaleByAdam,
     Slots,
-    Trace,
     UpdateInfo,
     first_slots,
     free_name,
@@ -31,40 +25,9 @@ from fnaccel.optim.rules import (
     wide,
     write_update,
 )
-from fnaccel.optim.schedules import Rate
 from fnaccel.step.loss import Scalar
 
 _WHERE = "fa.optim.chain"
-
-
-@attrs.frozen
-class ChainKernel:
-    """An optimizer from parts. Parts that are those of a fused kernel are carried out by it."""
-
-    chain: tuple[Part, ...]
-
-    @property
-    def traceable(self) -> bool:
-        """Whether all rules can be captured in a graph."""
-        parts = [unmasked(part) for part in self.chain]
-        return all(part.traceable and not part.whole for part in parts)
-
-    def parts(self, options: dict[str, Any]) -> tuple[Part, ...]:  # noqa: ARG002 - they are in the parts
-        """The parts."""
-        return self.chain
-
-    def bind(self, groups: Sequence[Group]) -> Bound:
-        """Make the slots of each part for its parameters.
-
-        Raises:
-            ArgumentError: a mask selects no parameter.
-            CapabilityError: a part goes by rows, or asks for whole parameters, and a parameter is complex.
-        """
-        fused = fused_of(self.chain)
-        if fused is None:
-            return BoundChain(self.chain, groups)
-        kernel, options, _ = fused
-        return kernel.bind([attrs.evolve(group, options={**options, **group.options}) for group in groups])
 
 
 class BoundChain:
@@ -197,81 +160,6 @@ def unmasked(part: Part) -> Part:
     return part
 
 
-def fused_of(chain: Sequence[Part]) -> tuple[FusedKernel, dict[str, Any], Any] | None:
-    """The fused kernel that carries out these parts, its options, and the mask of its weight decay.
-
-    None if there is none. Without decay for all, the option of the mask's parameters is in a group.
-    """
-    decays = [part for part in chain if type(unmasked(part)) is AddDecayedWeights]
-    others = [part for part in chain if type(part) in (ScaleByAdam, Trace)]
-    if len(decays) > 1 or len(others) > 1 or len(decays) + len(others) != len(chain):
-        return None
-    mask, decay = None, 0.0
-    if decays:
-        part: Any = decays[0]
-        if isinstance(part, Masked):
-            if isinstance(part.part, Masked):
-                return None
-            mask, part = part.mask, part.part
-        decay = part.decay
-    options: dict[str, Any] = {"weight_decay": 0.0 if mask is not None else decay}
-    first = bool(decays) and chain[0] is decays[0]
-    rule: Any = others[0] if others else None
-    if isinstance(rule, ScaleByAdam):
-        name = "adam" if first else "adamw"
-        options |= {"betas": rule.betas, "eps": rule.eps}
-    elif rule is None or first or not decays:
-        name = "sgd"
-        momentum, nesterov = (0.0, False) if rule is None else (rule.decay, rule.nesterov)
-        if rule is not None and not momentum:
-            return None
-        options |= {"momentum": momentum, "nesterov": nesterov}
-    else:  # the decay would be outside of the momentum
-        return None
-    return FusedKernel(name), options, None if mask is None else (mask, decay)
-
-
-def chain(*parts: Part, lr: Rate) -> Optimizer:
-    """An optimizer from parts. Each changes what the part before made of the gradient.
-
-    The move of a parameter is minus the rate times the result of the last part, so no part has a sign or a
-    rate. Parts see this rank's part of each parameter, and their norms are those of whole tensors. So an
-    optimizer is the same on every strategy but `fa.deepspeed`, which raises. An update that is left out
-    changes no slot.
-
-    Parts that are those of `fa.sgd`, `fa.adam` or `fa.adamw` are carried out by the same fused kernel. Slots
-    have torch's names, so both restore each other's checkpoints. A second slot of one name gets `.1`.
-
-    Args:
-        parts: `fa.optim.scale_by_adam()` and the like, or records of your own (`fa.extend.Part`). None: SGD.
-        lr: a number, or a schedule `updates -> rate`.
-
-    Returns:
-        A description, as `fa.adamw` returns.
-
-    Raises:
-        ArgumentError: something that is no part, such as a transform of a step. At `init`: a mask that
-            selects no parameter.
-        CapabilityError: at `init`, a part that can't run on the layout of a parameter.
-
-    Source: https://optax.readthedocs.io/en/latest/api/combining_optimizers.html
-
-    Example:
-        >>> optimizer = fa.optim.chain(
-        ...     fa.optim.clip_norm(1.0),
-        ...     fa.optim.scale_by_adam(eps=1e-6),
-        ...     fa.optim.add_decayed_weights(0.01, mask="*weight"),
-        ...     fa.optim.trust_ratio(),
-        ...     lr=fa.warmup_cosine(3e-4, warmup=10, total=100),
-        ... )
-        >>> fa.adamw(3e-4).parts
-        (scale_by_adam(betas=(0.9, 0.999), eps=1e-08), add_decayed_weights(decay=0.01))
-    """
-    for part in parts:
-        check_part(part, _WHERE)
-    fused = fused_of(parts)
-    groups: Any = ()
-    if fused is not None and fused[2] is not None:
-        mask, decay = fused[2]
-        groups = ((mask, (("weight_decay", decay),)),)
-    return Optimizer(name="optim.chain", lr=lr, options=(), groups=groups, kernel=ChainKernel(parts))
+def real_view(value: Any) -> Any:
+    """A complex tensor as a real one of the same memory. Any other as it is."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value

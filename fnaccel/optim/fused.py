@@ -1,7 +1,10 @@
-"""`sgd`, `adam`, `adamw`: explicit state on torch's fused kernels.
+"""`sgd`, `adam`, `adamw`, and `chain` if its parts are theirs: explicit state on torch's fused kernels.
 
 Averaging over the weight, unscaling and clipping arrive as one multiplier, which the kernel
 applies as it reads the gradient. Skipping is decided on the device, by `found_inf`.
+
+The kernels walk over memory, so they would write into the gaps of a parameter that is not dense, and XLA has
+none: such parameters are updated by the parts of `fa.optim.chain` that compute the same.
 """
 
 from __future__ import annotations
@@ -19,8 +22,19 @@ from fnaccel import _torch
 from fnaccel.errors import CapabilityError, require
 from fnaccel.models.parameter import memory_of
 from fnaccel.optim import kernels
-from fnaccel.optim.description import Group, Optimizer, options_of, refuse_unknown
-from fnaccel.optim.rules import Part, adam_parts, adamw_parts, sgd_parts
+from fnaccel.optim.chain_kernel import BoundChain, real_view, unmasked
+from fnaccel.optim.description import Bound, Group, Optimizer, options_of, refuse_unknown
+from fnaccel.optim.parts import check_part
+from fnaccel.optim.rules import (
+    AddDecayedWeights,
+    Masked,
+    Part,
+    ScaleByAdam,
+    Trace,
+    adam_parts,
+    adamw_parts,
+    sgd_parts,
+)
 from fnaccel.optim.schedules import Rate
 from fnaccel.optim.selection import Groups
 from fnaccel.step.loss import Scalar
@@ -29,11 +43,6 @@ from fnaccel.tree import Tree
 _exists = functools.partial(operator.is_not, None)
 _Kernels = dict[str, Callable[..., None]]
 _FUSED: _Kernels = {"sgd": kernels.sgd_, "adam": kernels.adam_, "adamw": kernels.adamw_}
-_PLAIN: dict[str, Callable[..., None]] = {
-    "sgd": kernels.plain_sgd_,
-    "adam": kernels.plain_adam_,
-    "adamw": kernels.plain_adamw_,
-}
 _PARTS: dict[str, Callable[..., tuple[Part, ...]]] = {
     "sgd": sgd_parts,
     "adam": adam_parts,
@@ -65,17 +74,18 @@ class _Work:
     A complex tensor is taken as a real one with a last dimension of two, as torch.optim does.
     """
 
-    __slots__ = ("complex", "indices", "kind", "moments", "numbers", "run", "shards", "whole")
+    __slots__ = ("complex", "indices", "kind", "moments", "number", "numbers", "run", "shards", "whole")
 
-    def __init__(self, name: str, group: Group, total: int, slots: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self, name: str, number: int, group: Group, total: int, slots: dict[str, dict[str, Any]]
+    ) -> None:
+        self.number = number  # of the group
         members = [m for m in group.members if m.leaf.shard.numel()]
         self.indices = [m.index for m in members]
         self.whole = self.indices == list(range(total))
         self.complex = any(m.leaf.shard.is_complex() for m in members)
         self.shards = [real_view(m.leaf.shard) for m in members]
-        # the members of a group are alike: see `group_leaves`
-        dense = all(memory_of(shard) == "dense" for shard in self.shards)
-        self.run = _FUSED[name] if dense else _PLAIN[name]
+        self.run = _FUSED[name]
         options = group.options
         self.kind: Callable[..., Any] = kernels.SgdUpdate if name == "sgd" else kernels.AdamUpdate
         if name == "sgd":
@@ -102,17 +112,17 @@ class BoundFused:
 
     def __init__(self, name: str, groups: Sequence[Group]) -> None:
         self.slots: dict[str, dict[str, Any]] = {}
-        total = sum(len(group.members) for group in groups)
-        self._work = [_Work(name, group, total, self.slots) for group in groups]
+        self._work: list[_Work] = []
+        self._chains: list[tuple[int, list[int], BoundChain]] = []  # group, indices of its parameters
         self._counts = name != "sgd"  # its kernel depends on the number of updates
-        for work in self._work:
-            for shard in work.shards:
-                if shard.device.type not in _DEVICES:
-                    raise CapabilityError(
-                        f"torch has no fused {name} on {shard.device.type}",
-                        where=f"fa.{name}",
-                        fix="fa.optim.from_torch(...) with the class of torch.optim",
-                    )
+        total = sum(len(group.members) for group in groups)
+        for number, group in enumerate(groups):
+            if _takes_kernel(name, group):
+                self._work.append(_Work(name, number, group, total, self.slots))
+            else:
+                chain = BoundChain(_PARTS[name](**group.options), [group])
+                self._chains.append((number, [member.index for member in group.members], chain))
+                self.slots.update(chain.slots)
 
     def apply(
         self,
@@ -123,6 +133,8 @@ class BoundFused:
         updates: torch.Tensor,
     ) -> None:
         """One update in place: see `Bound.apply`."""
+        for number, indices, chain in self._chains:
+            chain.apply([grads[i] for i in indices], [rates[number]], multiplier, skip, updates)
         divisor: torch.Tensor | None = None
         if multiplier is not None:
             # the kernels divide by their `grad_scale`, an fp32 tensor
@@ -130,7 +142,8 @@ class BoundFused:
                 divisor = multiplier.reciprocal().float()
             else:
                 divisor = torch.tensor(1.0 / multiplier if multiplier else math.inf, dtype=torch.float32)
-        for work, rate in zip(self._work, rates, strict=True):
+        for work in self._work:
+            rate = rates[work.number]
             # not `None in grads`: that compares every tensor with None, at 12 us each
             # quantized parameters beside these have gradients as well
             if work.whole and len(grads) == len(work.indices) and all(map(_exists, grads)):
@@ -161,14 +174,56 @@ class BoundFused:
             work.run(work.kind(shards, taken, *moments, *count, rate, *work.numbers, scale, off))
 
 
-def real_view(value: Any) -> Any:
-    """A complex tensor as a real one of the same memory. Any other as it is."""
-    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+def _takes_kernel(name: str, group: Group) -> bool:
+    """Whether the fused kernel can update a group, whose members are alike: see `group_leaves`.
+
+    Raises:
+        CapabilityError: torch has no such kernel on the device, and no parts are run there.
+    """
+    shards = [real_view(shard) for member in group.members if (shard := member.leaf.shard).numel()]
+    for shard in shards:
+        if shard.device.type not in _DEVICES:
+            raise CapabilityError(
+                f"torch has no fused {name} on {shard.device.type}",
+                where=f"fa.{name}",
+                fix="fa.optim.from_torch(...) with the class of torch.optim",
+            )
+    return all(shard.device.type != "xla" and memory_of(shard) == "dense" for shard in shards)
 
 
 def _at(value: Tree, device: torch.device) -> Any:
     """A tensor on a device. `to` would take 0.6 us if it is there already."""
     return value if value is None or value.device == device else value.to(device)
+
+
+@attrs.frozen
+class ChainKernel:
+    """An optimizer from parts. Parts that are those of a fused kernel are carried out by it."""
+
+    chain: tuple[Part, ...]
+
+    @property
+    def traceable(self) -> bool:
+        """Whether all rules can be captured in a graph."""
+        parts = [unmasked(part) for part in self.chain]
+        return all(part.traceable and not part.whole for part in parts)
+
+    def parts(self, options: dict[str, Any]) -> tuple[Part, ...]:  # noqa: ARG002 - they are in the parts
+        """The parts."""
+        return self.chain
+
+    def bind(self, groups: Sequence[Group]) -> Bound:
+        """Make the slots of each part for its parameters.
+
+        Raises:
+            ArgumentError: a mask selects no parameter.
+            CapabilityError: a part goes by rows, or asks for whole parameters, and a parameter is complex.
+        """
+        fused = fused_of(self.chain)
+        if fused is None:
+            return BoundChain(self.chain, groups)
+        kernel, options, _ = fused
+        return kernel.bind([attrs.evolve(group, options={**options, **group.options}) for group in groups])
 
 
 @refuse_unknown(torch.optim.SGD)
@@ -269,3 +324,83 @@ def check_betas(name: str, betas: Sequence[float]) -> tuple[float, float]:
         "betas=(0.9, 0.999)",
     )
     return betas[0], betas[1]
+
+
+def fused_of(chain: Sequence[Part]) -> tuple[FusedKernel, dict[str, Any], Any] | None:
+    """The fused kernel that carries out these parts, its options, and the mask of its weight decay.
+
+    None if there is none. Without decay for all, the option of the mask's parameters is in a group.
+    """
+    decays = [part for part in chain if type(unmasked(part)) is AddDecayedWeights]
+    others = [part for part in chain if type(part) in (ScaleByAdam, Trace)]
+    if len(decays) > 1 or len(others) > 1 or len(decays) + len(others) != len(chain):
+        return None
+    mask, decay = None, 0.0
+    if decays:
+        part: Any = decays[0]
+        if isinstance(part, Masked):
+            if isinstance(part.part, Masked):
+                return None
+            mask, part = part.mask, part.part
+        decay = part.decay
+    options: dict[str, Any] = {"weight_decay": 0.0 if mask is not None else decay}
+    first = bool(decays) and chain[0] is decays[0]
+    rule: Any = others[0] if others else None
+    if isinstance(rule, ScaleByAdam):
+        name = "adam" if first else "adamw"
+        options |= {"betas": rule.betas, "eps": rule.eps}
+    elif rule is None or first or not decays:
+        name = "sgd"
+        momentum, nesterov = (0.0, False) if rule is None else (rule.decay, rule.nesterov)
+        if rule is not None and not momentum:
+            return None
+        options |= {"momentum": momentum, "nesterov": nesterov}
+    else:  # the decay would be outside of the momentum
+        return None
+    return FusedKernel(name), options, None if mask is None else (mask, decay)
+
+
+def chain(*parts: Part, lr: Rate) -> Optimizer:
+    """An optimizer from parts. Each changes what the part before made of the gradient.
+
+    The move of a parameter is minus the rate times the result of the last part, so no part has a sign or a
+    rate. Parts see this rank's part of each parameter, and their norms are those of whole tensors. So an
+    optimizer is the same on every strategy but `fa.deepspeed`, which raises. An update that is left out
+    changes no slot.
+
+    Parts that are those of `fa.sgd`, `fa.adam` or `fa.adamw` are carried out by the same fused kernel. Slots
+    have torch's names, so both restore each other's checkpoints. A second slot of one name gets `.1`.
+
+    Args:
+        parts: `fa.optim.scale_by_adam()` and the like, or records of your own (`fa.extend.Part`). None: SGD.
+        lr: a number, or a schedule `updates -> rate`.
+
+    Returns:
+        A description, as `fa.adamw` returns.
+
+    Raises:
+        ArgumentError: something that is no part, such as a transform of a step. At `init`: a mask that
+            selects no parameter.
+        CapabilityError: at `init`, a part that can't run on the layout of a parameter.
+
+    Source: https://optax.readthedocs.io/en/latest/api/combining_optimizers.html
+
+    Example:
+        >>> optimizer = fa.optim.chain(
+        ...     fa.optim.clip_norm(1.0),
+        ...     fa.optim.scale_by_adam(eps=1e-6),
+        ...     fa.optim.add_decayed_weights(0.01, mask="*weight"),
+        ...     fa.optim.trust_ratio(),
+        ...     lr=fa.warmup_cosine(3e-4, warmup=10, total=100),
+        ... )
+        >>> fa.adamw(3e-4).parts
+        (scale_by_adam(betas=(0.9, 0.999), eps=1e-08), add_decayed_weights(decay=0.01))
+    """
+    for part in parts:
+        check_part(part, "fa.optim.chain")
+    fused = fused_of(parts)
+    groups: Any = ()
+    if fused is not None and fused[2] is not None:
+        mask, decay = fused[2]
+        groups = ((mask, (("weight_decay", decay),)),)
+    return Optimizer(name="optim.chain", lr=lr, options=(), groups=groups, kernel=ChainKernel(parts))

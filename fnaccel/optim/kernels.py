@@ -3,32 +3,17 @@
 torch.compile knows no fused optimizer: in a graph each is one opaque operation of our own, which
 calls the same kernel. It takes gradients that are scaled by then: with a scale the kernel would write to
 them, and in a graph two of them may be one tensor.
-
-The kernels walk over memory, so they would write into the gaps of a parameter that is not dense, and XLA has
-none: `plain_*` do their arithmetic by the rules of `rules.py`. On XLA all that changes between steps is a
-tensor, so that the graph stays the same.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fnaccel import _torch
-from fnaccel.optim.operations import PURE
-from fnaccel.optim.rules import (
-    Part,
-    UpdateInfo,
-    adam_parts,
-    adamw_parts,
-    placed,
-    sgd_parts,
-    wide,
-    write_update,
-)
 from fnaccel.step.loss import Scalar
 
 Tensors = Sequence[torch.Tensor]
@@ -169,31 +154,6 @@ def _fused_sgd(update: SgdUpdate) -> None:
     )
 
 
-def plain_adam_(update: AdamUpdate, *, decoupled: bool = False) -> None:
-    """Adam by its rule. `decoupled`: AdamW, whose weight decay is apart from the gradient."""
-    betas = (update.beta1, update.beta2)
-    parts = (adamw_parts if decoupled else adam_parts)(
-        betas=betas, eps=update.eps, weight_decay=update.weight_decay
-    )
-    updates = update.updates.to(torch.promote_types(update.params[0].dtype, update.updates.dtype))
-    _by_rule(update, parts, {"exp_avg": update.exp_avgs, "exp_avg_sq": update.exp_avg_sqs}, updates)
-
-
-def plain_sgd_(update: SgdUpdate) -> None:
-    """SGD by its rule."""
-    parts = sgd_parts(momentum=update.momentum, nesterov=update.nesterov, weight_decay=update.weight_decay)
-    _by_rule(update, parts, {"momentum_buffer": update.momentum_buffers}, 1.0)
-
-
-def _by_rule(
-    update: AdamUpdate | SgdUpdate, parts: Sequence[Part], slots: Mapping[str, Tensors], updates: Scalar
-) -> None:
-    grads = [_scaled(grad, update.scale) for grad in update.grads]
-    own = [{name: list(slots[name]) for name in part.init([])} for part in parts]
-    info = UpdateInfo(updates, on_device(update.lr, update.params[0].device))
-    write_update(PURE, [placed(part) for part in parts], grads, own, update.params, info, update.skip)
-
-
 def on_device(rate: Scalar, device: torch.device) -> Scalar:
     """A rate on the device. On XLA as an input of the graph: a number would be part of it."""
     if isinstance(rate, torch.Tensor):
@@ -210,21 +170,13 @@ def as_input(value: float, device: torch.device) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.float32).to(device).reshape(())
 
 
-def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    return wide(grad) if scale is None else wide(grad) / scale
-
-
-def _dispatched(
-    name: str, fused: Callable[[Any], None], plain: Callable[[Any], None]
-) -> Callable[[Any], None]:
-    """One update in place: torch's kernel, our operation in a graph, or plain operations on XLA."""
+def _dispatched(name: str, fused: Callable[[Any], None]) -> Callable[[Any], None]:
+    """One update in place: torch's kernel, or our operation in a graph."""
 
     def apply(update: AdamUpdate | SgdUpdate) -> None:
         if torch.compiler.is_compiling():
             *fields, _, skip = update  # gradients are scaled by then
             getattr(torch.ops.fnaccel, name)(*fields, skip)
-        elif update.params[0].device.type == "xla":
-            plain(update)
         else:
             fused(update)
 
@@ -232,7 +184,6 @@ def _dispatched(
 
 
 _fused_adamw = functools.partial(_fused_adam, kernel=_torch.fused_adamw_)
-plain_adamw_ = functools.partial(plain_adam_, decoupled=True)
-adam_ = _dispatched("adam_", _fused_adam, plain_adam_)
-adamw_ = _dispatched("adamw_", _fused_adamw, plain_adamw_)
-sgd_ = _dispatched("sgd_", _fused_sgd, plain_sgd_)
+adam_ = _dispatched("adam_", _fused_adam)
+adamw_ = _dispatched("adamw_", _fused_adamw)
+sgd_ = _dispatched("sgd_", _fused_sgd)

@@ -121,7 +121,7 @@ MUTANTS = [
         ("tests/optim/test_whole_parts.py", "-k", "wrong_results"),
     ),
     Mutant(
-        "a masked decay decays all", CHAIN, "0.0 if mask is not None else decay", "decay", (PARTS, "-k", "a_mask_of_the_decay"),
+        "a masked decay decays all", "optim/fused.py", "0.0 if mask is not None else decay", "decay", (PARTS, "-k", "a_mask_of_the_decay"),
     ),
     Mutant(
         "a chain's slots take each other's names", RULES, "    while shown in taken:\n", "    while False:\n",

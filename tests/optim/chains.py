@@ -10,7 +10,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel.models.parameter import Leaf
-from fnaccel.optim import chain_kernel
+from fnaccel.optim import fused
 from fnaccel.optim.operations import FAST, PURE
 from fnaccel.optim.rules import UpdateInfo, placed, run_parts
 
@@ -51,7 +51,7 @@ def run(chain, rate, ops=PURE, updates=5, missing=()):
 
 def unfused():
     """In the body chains don't take the fused kernel that computes the same."""
-    return mock.patch.object(chain_kernel, "fused_of", return_value=None)
+    return mock.patch.object(fused, "fused_of", return_value=None)
 
 
 def is_weight(name, parameter):

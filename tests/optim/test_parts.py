@@ -11,7 +11,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.optim import chain_kernel, kernels
+from fnaccel.optim import chain_kernel, fused, kernels
 from fnaccel.optim.fused import BoundFused
 from fnaccel.optim.operations import FAST, PURE
 from fnaccel.testing import assert_close, count_collectives
@@ -185,7 +185,7 @@ def test_a_mask_of_the_decay_is_a_group_of_the_fused_kernel(world):
     ids=str,
 )
 def test_other_records_are_no_fused_kernel(chain):
-    assert chain_kernel.fused_of(chain) is None
+    assert fused.fused_of(chain) is None
 
 
 def test_a_chain_prints_itself_and_a_fused_optimizer_its_parts(world):

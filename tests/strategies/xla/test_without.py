@@ -21,7 +21,9 @@ from fnaccel.errors import (
 )
 from fnaccel.launch.job import Job, check
 from fnaccel.launch.variables import variables
-from fnaccel.optim import kernels
+from fnaccel.models.parameter import Leaf
+from fnaccel.optim.chain_kernel import BoundChain
+from fnaccel.optim.fused import FusedKernel
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.runtime import check_device
 from fnaccel.strategies.xla.record import Xla
@@ -120,39 +122,35 @@ def test_the_package_breaks_as_it_is_imported(monkeypatch):
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "adam", "adamw"])
 @pytest.mark.parametrize("skip", [0.0, 1.0, None])
-def test_the_plain_arithmetic_equals_the_fused_kernels(name, skip):
+def test_the_parts_equal_the_fused_kernels(name, skip):
     """In float64 to the last bits; a skipped update changes nothing, though its gradient is NaN."""
     torch.manual_seed(0)
     start = [[torch.randn(3, 5, dtype=torch.float64) for _ in range(2)] for _ in range(2)]
-    slots = [[torch.zeros_like(p) for p in start[0]] for _ in range(4)]
-    params = [[p.clone() for p in start[0]] for _ in range(2)]
+    params = [[torch.nn.Parameter(p.clone()) for p in start[0]] for _ in range(2)]
+    options = {"weight_decay": 0.1}
+    if name.startswith("adam"):
+        options |= {"betas": (0.9, 0.99), "eps": 1e-8}
+    else:
+        options |= {"momentum": 0.0 if name == "sgd" else 0.9, "nesterov": name == "nesterov"}
+    kernel = FusedKernel(name if name.startswith("adam") else "sgd")
+    groups = []
+    for own in params:
+        leaves = [Leaf(name, p, p.detach(), p.detach()) for name, p in zip("ab", own, strict=True)]
+        members = tuple(map(fa.extend.Member, range(2), leaves))
+        groups.append(fa.extend.Group(members, options, None, 0.1))
+    fused, chain = kernel.bind(groups[:1]), BoundChain(kernel.parts(options), groups[1:])
     for update in range(1, 4):
-        skips = None if skip is None else torch.tensor(skip)
-        grads = [torch.full_like(g, float("nan")) if skip else g * update for g in start[1]]
-        rate, count, scale = 0.1 / update, torch.tensor(float(update)), torch.tensor(0.5)
-        for which, prefix in enumerate(("", "plain_")):
-            first, second = slots[2 * which], slots[2 * which + 1]
-            taken = [g.clone() for g in grads]
-            if name.startswith("adam"):
-                numbers = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
-                run = getattr(kernels, f"{prefix}{name}_")
-                run(kernels.AdamUpdate(
-                    params[which], taken, first, second, count, rate, **numbers, scale=scale, skip=skips
-                ))  # fmt: skip
-            else:
-                momentum = 0.0 if name == "sgd" else 0.9
-                numbers = {"momentum": momentum, "weight_decay": 0.1, "nesterov": name == "nesterov"}
-                run = getattr(kernels, f"{prefix}sgd_")
-                run(kernels.SgdUpdate(
-                    params[which], taken, first if momentum else [], rate, **numbers, scale=scale, skip=skips
-                ))  # fmt: skip
+        for bound in (fused, chain):
+            grads = [torch.full_like(g, float("nan")) if skip else g * update for g in start[1]]
+            skips = None if skip is None else torch.tensor(skip)
+            bound.apply(grads, [0.1 / update], 2.0, skips, torch.tensor(float(update)))
     changed = not torch.equal(params[1][0], start[0][0])
     assert changed is (not skip)
-    for fused, ours in zip(
-        (*params[0], *slots[0], *slots[1]), (*params[1], *slots[2], *slots[3]), strict=True
-    ):
-        # rate and number of updates are fp32 tensors
-        torch.testing.assert_close(ours, fused, rtol=1e-6, atol=1e-7)
+    expected, ours = dict(fa.tree.items(fused.slots)), dict(fa.tree.items(chain.slots))
+    assert expected.keys() == ours.keys()
+    for a, b in [*zip(*params, strict=True), *((expected[key], ours[key]) for key in expected)]:
+        # the number of updates is an fp32 tensor
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
 
 
 def test_the_environment_of_the_one_process():
