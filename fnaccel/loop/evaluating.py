@@ -21,6 +21,7 @@ from fnaccel.loop.scanning import check_shards
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import Position, TrainState, check_ema, check_state, lease_of
 from fnaccel.step.loss_info import takes_info
+from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 
 
@@ -91,7 +92,7 @@ def evaluate(
         if progress and train_step.mesh.world.is_main:
             bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
             batches = ticking(batches, bar)
-        before, rank = 0, train_step.mesh.world.rank
+        before = 0
         informed = takes_info(metric_fn)
         for batch in batches:
             fn: Callable[..., Any] = scored
@@ -99,13 +100,19 @@ def evaluate(
                 placed = attrs.evolve(batch, first=None if batch.first is None else before + batch.first)
                 fn = functools.partial(scored, info=train_step.loss_info(state, placed))
                 before += batch.together
-            try:
-                scores.take(train_step.look(state, fn, batch.data), batch)
-            except Exception as error:
-                if not isinstance(error, FnaccelError):
-                    error.add_note(f"in fa.evaluate on rank {rank}, whose batch is {shapes_of(batch.data)}")
-                raise
+            scores.take(_scored(train_step, state, fn, batch.data), batch)
     return scores.finish()
+
+
+def _scored(train_step: TrainStep, state: TrainState, fn: Callable[..., Any], data: Tree) -> Any:
+    """What a metric function returns for a batch. A note to its error names the batch."""
+    try:
+        return train_step.look(state, fn, data)
+    except Exception as error:
+        if not isinstance(error, FnaccelError):
+            rank = train_step.mesh.world.rank
+            error.add_note(f"in fa.evaluate on rank {rank}, whose batch is {shapes_of(data)}")
+        raise
 
 
 def _check_buffers(train_step: TrainStep, state: TrainState) -> None:

@@ -211,7 +211,7 @@ def _number(node: Any, *names: str) -> float | None:
     """
     for name in names:
         raw = getattr(node, f"_raw{name}", None)
-        value = getattr(node, name, None) if raw is None else raw.data
+        value = getattr(node, name, None) if raw is None else getattr(raw, "data", None)  # not in torch 2.9
         if value is not None:
             held = type(value) is torch.Tensor and value.numel() == 1 and readable(value)
             return float(value) if held or isinstance(value, int | float) else None
