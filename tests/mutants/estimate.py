@@ -30,7 +30,7 @@ MUTANTS = [
     ),
     Mutant(
         "masks that transformers makes for fake tensors", "models/unknown_values.py",
-        'if hasattr(module, "is_fake_tensor"):', "if False:", (TRAINING, "-k", "1-local and Llama"),
+        'if hasattr(module, "is_fake_tensor"):', "if False:", (TRAINING, "-k", "hsdp and Llama"),
     ),
     Mutant(
         "operations of traced blocks alone", "estimate/account.py",
