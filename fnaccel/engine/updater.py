@@ -109,7 +109,7 @@ class Updater:
         self._over, self._leaves = over, leaves
         self.slots: dict[str, dict[str, Any]] = {}
         self._parts: list[_Part] = []
-        self._switched: list[tuple[int, Any]] = []
+        self.switching: list[tuple[int, Any]] = []  # when they start, those with `train()` and `eval()`
         self._on_device = on_device
         self._runtime_optimizer = bound
         self._keys = list(optimizers)
@@ -141,7 +141,7 @@ class Updater:
         self.slots.update(binding.slots)
         switched = getattr(binding, "switched", None)
         if switched is not None:
-            self._switched.append((optimizer.starts, switched))
+            self.switching.append((optimizer.starts, switched))
         own = tuple((f"{rate}/{group.name}", group.lr) for group in groups)
         whole = len(indices) == len(leaves)
         self._parts.append(_Part(rate, binding, tuple(indices), optimizer.lr, own, whole, optimizer.starts))
@@ -262,7 +262,7 @@ class Updater:
 
         Before its first update an optimizer evaluates where it trains.
         """
-        return [each for starts, each in self._switched if int(updates) > starts]
+        return [each for starts, each in self.switching if int(updates) > starts]
 
     def _without_gradient(self, grads: Sequence[Any]) -> set[int]:
         waiting = {index for part in self._parts if part.waits for index in part.indices}

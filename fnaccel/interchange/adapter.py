@@ -22,7 +22,16 @@ from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk import durable, placing
 from fnaccel.checkpoint.format.items import Item, check_items, of_tensors
 from fnaccel.errors import ArgumentError, nearest
-from fnaccel.interchange.exporting import Style, dtype_in, keys_of, one_model, weights_of, world_of, writer
+from fnaccel.interchange.exporting import (
+    Style,
+    dtype_in,
+    keys_of,
+    one_model,
+    values_of,
+    weights_of,
+    world_of,
+    writer,
+)
 from fnaccel.interchange.model_config import author_class
 from fnaccel.interchange.targets import check_exportable, modules_of
 from fnaccel.state import TrainState
@@ -110,8 +119,9 @@ def export_adapter(
             places.append((place, placing.stage(place)))
 
     try:
-        together(ranks, _WHERE, begin)
-        together(ranks, _WHERE, writer(places[0][1] / _WEIGHTS if places else None, items))
+        with values_of(state, style):
+            together(ranks, _WHERE, begin)
+            together(ranks, _WHERE, writer(places[0][1] / _WEIGHTS if places else None, items))
         together(ranks, _WHERE, functools.partial(_finish, places, config[0]))
     except BaseException:
         for _, staged in places:

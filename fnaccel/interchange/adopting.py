@@ -19,7 +19,7 @@ from fnaccel.checkpoint.format.boxes import blocks_of, is_sharded, parts_of
 from fnaccel.checkpoint.format.dtypes import name_of
 from fnaccel.checkpoint.format.found import Found, Source
 from fnaccel.checkpoint.format.walk import child
-from fnaccel.errors import CheckpointError, UnleasedStateError
+from fnaccel.errors import ArgumentError, CheckpointError, UnleasedStateError
 from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
 from fnaccel.interchange.sources.detect import Format
 from fnaccel.interchange.sources.detect import opened as open_source
@@ -125,6 +125,7 @@ def _check(request: _Request, world: World, stack: ExitStack, opened: list[tuple
     _check_doubled(fitted, source, targets.tensors, world)
     _check_ranges(fitted, source, targets.tensors, world)
     _check_counts(request.like, fitted)
+    _check_point(request.like, fitted, source)
     source.check_unchanged()
     opened.append((fitted, source))
     return source.digest
@@ -144,6 +145,27 @@ def _check_counts(like: Tree, fitted: Fit) -> None:
 
     with suppress(UnleasedStateError):
         lease_of(like, _WHERE).owner.refuse_late(like, kept, fitted.updates, _WHERE)
+
+
+def _check_point(like: Tree, fitted: Fit, source: Source) -> None:
+    """Check that slots of an optimizer with `train()` and `eval()` come from a checkpoint of `fa.save`.
+
+    In files of others nothing says whether the weights are those that train, nor how many updates were made.
+
+    Raises:
+        ArgumentError: they come from another file.
+    """
+    if source.format == "fnaccel" or not any(path.startswith("opt/") for path in fitted.pairs):
+        return
+    with suppress(UnleasedStateError):
+        if lease_of(like, _WHERE).owner.instance.updater.switching:
+            raise ArgumentError(
+                "the file has slots of an optimizer with train() and eval(), and nothing says at which of "
+                "the two points its weights are",
+                where=_WHERE,
+                fix='skip="opt*" takes the weights alone, best those of optimizer.eval(), and the optimizer '
+                "begins anew",
+            )
 
 
 def _check_readable(fitted: Fit, tensors: Mapping[str, torch.Tensor], world: World) -> None:

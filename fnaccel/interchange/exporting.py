@@ -107,7 +107,7 @@ def export_hf(
         max_shard_size: the largest file, in bytes or as `"5GB"`. A larger tensor has its own file.
         dtype: floating-point values are converted to it: `"bf16"`, `torch.float16`. By default they stay.
         ema: the averages of `with_ema` instead of the parameters. Otherwise a live state whose optimizer has
-            `train()` and `eval()` (schedule-free) is written as it evaluates.
+            `train()` and `eval()` (schedule-free) is written as it evaluates, a checkpoint as it trains.
         config: the content of `config.json`: a dict, or a config of transformers. A model of transformers
             in a live state brings its own.
         model: the name of the model, if there are several.
@@ -240,7 +240,7 @@ def _export_live(
             staged.append(placing.stage(place[0]))
 
     try:
-        with _values(source, style):
+        with values_of(source, style):
             together(active, _WHERE, begin)
             for name, shard in zip(style.names(len(shards)), shards, strict=True):
                 together(active, _WHERE, writer(staged[0] / name if staged else None, shard, style.write))
@@ -254,7 +254,7 @@ def _export_live(
     return target
 
 
-def _values(source: object, style: Style) -> contextlib.AbstractContextManager[None]:
+def values_of(source: object, style: Style) -> contextlib.AbstractContextManager[None]:
     """In the body the parameters of a live state are where its optimizer evaluates, if they are exported."""
     point = None
     if isinstance(source, TrainState) and not style.ema:

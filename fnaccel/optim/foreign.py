@@ -410,8 +410,8 @@ def from_torch(
     parameter, it has the parameter's value at the first update, even if weights were adopted.
 
     A class with `train()` and `eval()`, such as schedule-free ones, evaluates at other parameters: so do
-    `fa.evaluate`, `train_step.look` and `fa.interchange.export_hf` of a live state. States, snapshots and
-    checkpoints hold the parameters that are trained.
+    `fa.evaluate`, `train_step.look` and `fa.interchange.export_hf` of a live state. All else has the
+    parameters that are trained: states, checkpoints and their export, averages, lent models.
 
     Args:
         cls: the optimizer class, not an instance: it is made after the parameters are sharded.

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file
+from schedulefree import AdamWScheduleFree
 
 import fnaccel as fa
 from fnaccel.errors import ArgumentError, CheckpointError, StaleStateError
@@ -35,9 +36,11 @@ def adapted(name):
     return peft.get_peft_model(base(name), peft.LoraConfig(r=2, **CONFIGS[name]))
 
 
-def trained(factory, layout, updates=2, transform=lambda step: step):
+def trained(factory, layout, updates=2, transform=lambda step: step, optimizer=None):
     step = fa.train_step(
-        transform(loss), model=fa.distribute(factory, fa.strategy(layout)), optimizer=fa.adamw(1e-2)
+        transform(loss),
+        model=fa.distribute(factory, fa.strategy(layout)),
+        optimizer=optimizer or fa.adamw(1e-2),
     )
     state = step.init(seed=1)
     for _ in range(updates):
@@ -70,6 +73,17 @@ def test_peft_loads_it(pools, tmp_path, name, layout):
         config["target_modules"] = sorted(config["target_modules"])
     assert found == expected
     assert not list(tmp_path.glob(".*"))
+
+
+def test_it_is_written_as_its_optimizer_evaluates(tmp_path):
+    with fa.start():
+        schedule_free = fa.optim.from_torch(AdamWScheduleFree, lr=1e-2)
+        step, state = trained(lambda: adapted("gpt2"), "local()", 4, optimizer=schedule_free)
+        fa.interchange.export_adapter(tmp_path / "adapter", state)
+        wanted = step.look(state, logits, IDS)
+        assert not torch.allclose(step.look(state, logits, IDS, train=True), wanted, rtol=0, atol=1e-5)
+    model = peft.PeftModel.from_pretrained(base("gpt2"), tmp_path / "adapter")
+    torch.testing.assert_close(logits(model, IDS), wanted, rtol=0, atol=1e-6)
 
 
 def test_an_adapter_of_transformers(tmp_path):

@@ -21,6 +21,16 @@ MUTANTS = [
         ("tests/optim/test_evaluation_point.py", "-k", "evaluate_look_and_export and sgd and local"),
     ),
     Mutant(
+        "slots at an unknown point are adopted", "interchange/adopting.py",
+        "lease_of(like, _WHERE).owner.instance.updater.switching:", "False:",
+        ("tests/optim/test_evaluation_point.py", "-k", "file_of_torch and train"),
+    ),
+    Mutant(
+        "an adapter stays where an optimizer trains", "interchange/adapter.py",
+        "with values_of(state, style):", "if True:",
+        ("tests/interchange/test_adapter.py", "-k", "as_its_optimizer_evaluates"),
+    ),
+    Mutant(
         "an export stays where an optimizer trains", "interchange/exporting.py",
         "point = lease_of(source, _WHERE).owner.evaluation_point()", "point = None",
         ("tests/optim/test_evaluation_point.py", "-k", "evaluate_look_and_export and adamw and fsdp"),

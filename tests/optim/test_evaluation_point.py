@@ -139,6 +139,26 @@ def test_adopted_weights_are_evaluated_before_the_first_update():
         assert_close(train_step.look(state, whole_values), weights)
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_file_of_torch_with_its_slots_is_refused(tmp_path, mode):
+    """Nothing in it says at which point its weights are. The weights alone are taken."""
+    cls, options = CLASSES["adamw"]
+    net = Net()
+    rule = cls(net.parameters(), **options)
+    rule.train()
+    net(torch.ones(2, 3)).sum().backward()
+    rule.step()
+    getattr(rule, mode)()
+    torch.save({"model": net.state_dict(), "optimizer": rule.state_dict()}, tmp_path / "run.pt")
+    with fa.start():
+        train_step = program(optimizer=fa.optim.from_torch(cls, **options))
+        state = train_step.init(seed=0)
+        with pytest.raises(errors.ArgumentError, match="of the two points its weights"):
+            fa.interchange.adopt(tmp_path / "run.pt", like=state)
+        state = fa.interchange.adopt(tmp_path / "run.pt", like=state, skip="opt*")
+        assert_close(train_step.look(state, whole_values), dict(net.named_parameters()))
+
+
 def test_a_save_in_the_body_of_a_look_is_refused(tmp_path):
     with fa.start():
         train_step = program(optimizer=fa.optim.from_torch(schedulefree.AdamWScheduleFree, lr=0.5))
