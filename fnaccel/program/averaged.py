@@ -70,7 +70,6 @@ class EvaluationPoint(Swapped):
     @torch.no_grad()
     def change(self) -> None:
         """Let the optimizers move the parameters."""
-        refuse_averaged(self._lease, "fa.evaluate")
         self._kept = [parameter.clone() for parameter in self._parameters]
         self._lease.averaged = True
         for optimizer in self._optimizers:
