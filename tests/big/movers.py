@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
@@ -50,6 +51,7 @@ class Simulated(Mover):
         self.moves = []
         self.live = {}
         self.most = {}
+        self._counting = threading.RLock()  # layers are fetched in a thread, and freed in any
 
     def check(self, device):
         if isinstance(device, int) and device >= self.count:
@@ -68,8 +70,9 @@ class Simulated(Mover):
             copy = tensor.detach().clone()
         set_device(copy, device)
         self.moves.append((tuple(tensor.shape), device_of(tensor), device))
-        self.live[device] = self.live.get(device, 0) + copy.nbytes
-        self.most[device] = max(self.most.get(device, 0), self.live[device])
+        with self._counting:
+            self.live[device] = self.live.get(device, 0) + copy.nbytes
+            self.most[device] = max(self.most.get(device, 0), self.live[device])
         weakref.finalize(copy.untyped_storage(), self._freed, device, copy.nbytes)
         return copy
 
@@ -81,4 +84,5 @@ class Simulated(Mover):
         return self.move(tensor, "cpu")
 
     def _freed(self, device, nbytes):
-        self.live[device] -= nbytes
+        with self._counting:
+            self.live[device] -= nbytes

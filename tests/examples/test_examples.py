@@ -170,6 +170,7 @@ def test_compare_scopes_has_a_row_for_each_and_names_what_fails():
     assert "no strategy is called 'nonsense'" in nonsense
 
 
+@pytest.mark.long
 def test_train_gpt_draws_samples_and_saves(tmp_path):
     done = run(
         "train_gpt", "--steps", "3", "--sample", "20", "--report", str(tmp_path / "report.html"),

@@ -61,6 +61,7 @@ def init(): pass
 """
 
 
+@pytest.mark.long
 def test_ray_runs_the_script_on_its_workers(tmp_path):
     for place in ("ray", "ray/train", "ray/train/torch"):
         (tmp_path / place).mkdir()

@@ -46,20 +46,16 @@ WORKERS = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("when", "context", "number"),
     [
         ("start", "fork", signal.SIGKILL),
-        *(
-            pytest.param(*row, marks=pytest.mark.long)
-            for row in [
-                ("start", "fork", signal.SIGTERM),
-                ("start", "spawn", signal.SIGKILL),
-                ("start", "forkserver", signal.SIGKILL),
-                ("read", "fork", signal.SIGKILL),
-                ("read", "forkserver", signal.SIGKILL),
-            ]
-        ),
+        ("start", "fork", signal.SIGTERM),
+        ("start", "spawn", signal.SIGKILL),
+        ("start", "forkserver", signal.SIGKILL),
+        ("read", "fork", signal.SIGKILL),
+        ("read", "forkserver", signal.SIGKILL),
     ],
 )
 def test_workers_end_with_their_rank(launcher, when, context, number):

@@ -121,8 +121,8 @@ TRAINS = """
     ("flags", "variables"),
     [
         ("--debug", {}),
-        ("", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
-        ("--cpu-affinity --threads 2 --nccl consumer --tee logs", {}),
+        pytest.param("", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, marks=pytest.mark.long),
+        pytest.param("--cpu-affinity --threads 2 --nccl consumer --tee logs", {}, marks=pytest.mark.long),
         ("--numa", {}),
     ],
 )

@@ -90,7 +90,7 @@ def see(text, fault, faulty, size):
     assert "ended the job with exit code 76" in text
 
 
-@pytest.mark.long_except(r"stop-1")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "faulty", "size", "strategy"),
     [

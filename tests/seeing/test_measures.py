@@ -6,6 +6,7 @@ import itertools
 import mmap
 import pickle
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,8 @@ def _runs_out(model, batch):
     return loss, activations
 
 
-def test_memory_that_runs_out_names_phase_step_and_tensors():
+def test_memory_that_runs_out_names_phase_step_and_tensors(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     train_step = program(_runs_out, optimizer=fa.adamw(0.1))
     state = train_step.init()
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
@@ -171,8 +173,6 @@ def test_memory_that_runs_out_names_phase_step_and_tensors():
     assert "params/blocks.0.mix.weight" in text
     assert "opt/out.weight/exp_avg" in text
     assert train_step.live_state is state
-    path.unlink()
-    path.parent.rmdir()
 
 
 def test_gradients_of_earlier_micro_batches_are_named():

@@ -117,7 +117,7 @@ def test_an_error_of_an_ability_is_counted_too(tmp_path, method):
         assert run.failures == {"Failing": 2}
 
 
-@pytest.mark.long_except("jsonl")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "size", "options", "raises"),
     [

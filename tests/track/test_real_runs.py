@@ -61,7 +61,7 @@ def compare(name, folder, abilities, digits=None):
     assert written.artifact == ("kept" if "artifact" in abilities else None)
 
 
-@pytest.mark.long_except("jsonl")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options", "abilities"),
     [
