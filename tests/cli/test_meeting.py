@@ -94,6 +94,7 @@ def test_the_first_machine_leaves_last(port):
         left.result(10.0)
 
 
+@pytest.mark.long
 def test_a_first_machine_that_has_ended_is_named(port):
     command = [sys.executable, "-c", OTHER_MACHINE, str(port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:

@@ -100,7 +100,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.long_except(r"8bit")
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "strategy", "step", "optimizer"), OPTIONS.values(), ids=OPTIONS)
 def test_options_of_strategies_and_optimizers(pools, ranks, strategy, step, optimizer):
     held = max(pools.run(ranks, peak_of, step, GPT, strategy, optimizer))

@@ -262,6 +262,7 @@ def catches_under_ddp(folder):
             time.sleep(1.0)
 
 
+@pytest.mark.long
 def test_an_error_that_is_caught_leaves_no_replica_waiting(tmp_path, monkeypatch):
     monkeypatch.setattr(watcher, "INTERVAL", 0.2)
     monkeypatch.setattr(watcher, "PATIENCE", 0.5)

@@ -71,6 +71,7 @@ def undisturbed(preloaded, tmp_path_factory):
     return done
 
 
+@pytest.mark.long
 def test_after_a_kill_the_ranks_go_on_where_they_were(launcher, undisturbed):
     ended, done = run(launcher, {"0": [1, 2, KILL], "1": [0, 4, KILL]}, "--max-restarts", 3)
     assert ended.code == 0, ended.err

@@ -59,6 +59,7 @@ def test_launchers_of_two_jobs_do_not_meet(launcher, differ):
         assert "--master-port of its own" in ended.err
 
 
+@pytest.mark.long
 def test_a_second_job_does_not_join_one_that_runs(launcher):
     port = free_port()
     launcher.write(WORK, "a/train.py")

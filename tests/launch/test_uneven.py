@@ -177,6 +177,7 @@ def comes_after_the_others_have_raised():
     fa.gather(torch.ones(1))
 
 
+@pytest.mark.long
 def test_a_rank_that_exits_because_of_another_one_is_not_to_blame(run):
     outcomes = run(comes_after_the_others_have_raised)
     for outcome in (outcomes[0], outcomes[2]):
@@ -323,7 +324,7 @@ def comes_late(absent):
         fa.start(device="cpu", timeout=2.0)
 
 
-@pytest.mark.long_except(r"2")
+@pytest.mark.long
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_never_comes_is_named(run, absent):
     outcomes = run(comes_late, absent)

@@ -248,7 +248,7 @@ def alone(folder, strategy):
     return error, steps, [str(each.message) for each in said if "is not saved" in str(each.message)]
 
 
-@pytest.mark.long_except("fsdp")
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_that_leaves_alone_saves_nothing(tmp_path, strategy):
     # patched before ranks fork

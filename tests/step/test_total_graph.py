@@ -328,6 +328,7 @@ def one_sided():
     train_step(train_step.init(), batch_of(4))
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_alone_ends_the_step_of_all(pools):
     """Rank 0, whose error is shown, learns of it."""
     with pytest.raises(errors.PeerLostError, match="is a mean"):

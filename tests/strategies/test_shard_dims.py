@@ -182,6 +182,7 @@ def handed_on(strategy, folder, compiled=False):
     return found
 
 
+@pytest.mark.long
 def test_any_layout_restores_any_other(pools, tmp_path):
     """Bit for bit, one after the other."""
     pools.run(4, trained, "fsdp", False, tmp_path)

@@ -66,6 +66,7 @@ def test_a_run_is_written(offline):
     assert [(h["_step"], h["loss"], h.get("grad_norm")) for h in history] == [(3, 0.5, None), (4, 0.25, 2.0)]
 
 
+@pytest.mark.long
 def test_a_run_of_the_script_is_used_and_left_running(offline):
     import wandb
 

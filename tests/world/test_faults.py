@@ -93,6 +93,7 @@ def stop(pid):
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_a_board_raises_while_its_store_is_stopped_and_can_be_used_again(monkeypatch):
     monkeypatch.setattr(record_board, "STORE", 1.0)
     ready, of_child = multiprocessing.Pipe()
