@@ -103,7 +103,7 @@ def check_total(parts: LossParts, where: str, known: Scalar | None = None) -> bo
     terms = list(_terms(parts.total.grad_fn, float(weight)))
     kinds = {kind for kind, _ in terms} - {"penalty"}
     name = next((name for kind, name in terms if kind != "penalty"), "")
-    if kinds == {"mean"}:
+    if kinds == {"mean"} and sum(kind == "mean" for kind, _ in terms) % float(weight):  # one a row: a total
         taker, fix = "fa.Mean", "fa.Mean.of(mean, weight=...), or sum: reduction='sum'"
         if known is not None:
             taker = "fa.with_weight"

@@ -85,7 +85,7 @@ MUTANTS = [
         "stays = False", ("tests/program/test_doubled_row.py", "-k", "wrong_total and local"),
     ),
     Mutant(
-        "a mean for a total is not noticed", "step/total_graph.py", 'if kinds == {"mean"}:', "if not kinds:",
+        "a mean for a total is not noticed", "step/total_graph.py", 'if kinds == {"mean"} and', "if not kinds and",
         ("tests/step/test_total_graph.py", "-k", "mean_is_seen"),
     ),
     Mutant(

@@ -104,6 +104,9 @@ UNKNOWN = {
     "a learned weight": lambda m, b: fa.Mean(squared(m, b).mean() * m.out.bias.exp().sum(), rows_of(b)),
     "half a sum of two rows": lambda m, b: fa.Mean(squared(m, b)[:2].sum() / 2, weight=2),
     "a root": lambda m, b: fa.Mean(squared(m, b).sum().sqrt(), weight=rows_of(b)),
+    "a mean for each row": lambda m, b: fa.Mean(
+        sum(F.mse_loss(m(x), y) for x, y in zip(*b, strict=True)), rows_of(b)
+    ),
     "a sum and a mean": lambda m, b: fa.Mean(squared(m, b).sum() + m(b[0]).mean(), weight=rows_of(b)),
     "weights that sum to one": lambda m, b: fa.Mean.of(
         (squared(m, b) * torch.softmax(b[1], dim=0)).sum(), rows_of(b)
