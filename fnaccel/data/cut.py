@@ -16,8 +16,7 @@ import attrs
 import torch
 
 from fnaccel import tree
-from fnaccel.data.order import split_sizes as split_sizes
-from fnaccel.errors import LoaderError, MicroBatchError, require
+from fnaccel.errors import ArgumentError, LoaderError, MicroBatchError, require
 from fnaccel.texts import first_of
 from fnaccel.tree import Tree
 
@@ -257,6 +256,26 @@ def rows_of(batch: Tree, *, where: str = "shard(loader)") -> int:
         3
     """
     return Columns(batch, where).rows
+
+
+def split_sizes(n: int, parts: int) -> list[int]:
+    """Sizes of `parts` parts of `n` rows, as even as possible. The first parts get one more.
+
+    Raises:
+        ArgumentError: there is no part to cut into, or less than no row.
+
+    Example:
+        >>> split_sizes(7, 3)
+        [3, 2, 2]
+    """
+    if parts < 1 or n < 0:
+        raise ArgumentError(
+            f"{n} rows can't be cut into {parts} parts",
+            where="fnaccel.data.split_sizes",
+            fix="ask for one part or more",
+        )
+    size, extra = divmod(n, parts)
+    return [size + 1] * extra + [size] * (parts - extra)
 
 
 def cut(batch: Tree, sizes: Sequence[int], *, where: str = "cut(batch, sizes)") -> list[Tree]:

@@ -37,26 +37,6 @@ def check_remainder(remainder: str, where: str) -> None:
         )
 
 
-def split_sizes(n: int, parts: int) -> list[int]:
-    """Sizes of `parts` parts of `n` rows, as even as possible. The first parts get one more.
-
-    Raises:
-        ArgumentError: there is no part to cut into, or less than no row.
-
-    Example:
-        >>> split_sizes(7, 3)
-        [3, 2, 2]
-    """
-    if parts < 1 or n < 0:
-        raise ArgumentError(
-            f"{n} rows can't be cut into {parts} parts",
-            where="fnaccel.data.split_sizes",
-            fix="ask for one part or more",
-        )
-    size, extra = divmod(n, parts)
-    return [size + 1] * extra + [size] * (parts - extra)
-
-
 def span(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
     """(first row, how many) of a rank's part of `rows` rows that are cut as `split_sizes` cuts.
 

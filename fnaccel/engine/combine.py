@@ -14,13 +14,11 @@ from fnaccel.collectives import gather_objects
 from fnaccel.engine.rows import Rows, concatenated, rows_of_concat
 from fnaccel.errors import LossError
 from fnaccel.step.loss import Concat, Mean, Scalar, Sum, counted, is_combinable, parts_of, readable
+from fnaccel.step.step import RESERVED
 from fnaccel.tree import Tree
 
 _WHERE = "the loss function's aux"
 Shape = tuple[int, ...]
-RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale", "recompilations"})
-REPORTED = RESERVED - {"grad_norm"}  # which clipping records
-"""Metrics that a step reports by itself."""
 
 
 def plain(value: Tree) -> Any:
@@ -89,15 +87,6 @@ def _check_leaf(value: Tree) -> None:
         parts_of(value, 1, _WHERE)
     elif isinstance(value, Concat):
         rows_of_concat(value, _WHERE)
-
-
-def recorded_twice(name: str) -> LossError:
-    """The error of a hook that would replace a metric of the step."""
-    return LossError(
-        f"a hook records {name!r}, which the step itself reports",
-        where=f"info.record({name!r}, value)",
-        fix="give it another name",
-    )
 
 
 def _taken(names: list[str]) -> LossError:

@@ -44,10 +44,10 @@ def mesh_of(strategy: Strategy, world: World) -> Mesh:
     """The ranks of a world over the axes of a strategy, with their process groups. All ranks call it.
 
     Raises:
-        AxisProductError: they do not fit.
+        AxisProductError: they do not fit. Of `local()` it is `init` that says so.
         PlanMismatchError: ranks hold strategies of different axes, whose groups would wait for each other.
     """
-    degrees = resolve_degrees(strategy.degrees(), world.size, str(strategy))
+    degrees = resolve_degrees(strategy.degrees(), world.size, str(strategy)) if strategy.axes else {}
     if world.calls is None or not degrees:
         return build(world, degrees, strategy.follows())
     return world.calls.run("fa.train_step", _agreed_mesh, strategy, degrees, world)

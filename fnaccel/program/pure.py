@@ -16,7 +16,7 @@ import torch
 from fnaccel import _torch, tree
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.micro_batches import micro_batches
-from fnaccel.engine.combine import REPORTED, ratio, recorded_twice
+from fnaccel.engine.combine import ratio
 from fnaccel.engine.gradients import differences
 from fnaccel.engine.pure_gradients import PureGradients
 from fnaccel.engine.update_facts import UpdateFacts
@@ -39,8 +39,11 @@ from fnaccel.program.train_step import TrainStep
 from fnaccel.state import Position, Seed, TrainState
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import Info
+from fnaccel.strategies.strategy import Strategy
 from fnaccel.texts import unmatched
 from fnaccel.tree import Tree
+from fnaccel.world.mesh import Mesh
+from fnaccel.world.simulation import absent_world
 
 Values = dict[str, Any]
 """`params`, `buffers`, `opt`, `ema`, `transforms`: dicts of tensors as a state shows them. `updates`, `step`,
@@ -246,14 +249,9 @@ class PureUpdate:
             metrics.update(sums.aux if isinstance(sums.aux, dict) else {"aux": sums.aux})
         own = {name: value for name, value in options.items() if name in self._optimizers.options}
 
-        def record(name: str, value: Tree) -> None:
-            if name in REPORTED:
-                raise recorded_twice(name)
-            metrics[name] = value
-
         def info(skip: torch.Tensor | None) -> Info:
             return Info(
-                step=values["step"], updates=updates, params=shown, record=record, metrics=metrics,
+                step=values["step"], updates=updates, params=shown, metrics=metrics,
                 skip=None if skip is None else skip.to(loss.dtype),
             )  # fmt: skip
 
@@ -365,6 +363,8 @@ def pure(train_step: TrainStep) -> PureUpdate:
 
     It has modules of its own, and the state of the train step stays live.
 
+    - On several ranks each makes updates of its own, and nothing is averaged: a population over ranks, or the
+      inner steps in the loss of a train step, which averages the gradient that goes through them.
     - Modules are in training mode. Buffers are values: a batch norm's statistics move in `values["buffers"]`.
       Under vmap they need a first dimension, so map over stacked values.
     - A parameter that the loss does not reach has the gradient 0, as in JAX, so weight decay moves it. A
@@ -373,7 +373,7 @@ def pure(train_step: TrainStep) -> PureUpdate:
       vmap name `randomness="different"`. `fa.random.dropout` by `info.key` is equal everywhere.
 
     Args:
-        train_step: on one rank under `fa.local()`. It need not have a state.
+        train_step: under `fa.local()` or `fa.ddp()`. It need not have a state.
 
     Returns:
         The function, with `init(seed)`, `values(state)`, `state(values)` and `loss(values, batch)`.
@@ -403,4 +403,6 @@ def pure(train_step: TrainStep) -> PureUpdate:
         )
     spec = train_step.spec
     refuse(spec, lower(spec.step))
-    return PureUpdate(attrs.evolve(spec, model=own_models(spec.model)))
+    alone = attrs.evolve(absent_world(1, 1, _WHERE), device=spec.mesh.world.device)
+    mesh = Mesh(world=alone, degrees={})
+    return PureUpdate(attrs.evolve(spec, model=own_models(spec.model), strategy=Strategy(), mesh=mesh))

@@ -16,7 +16,7 @@ _WHERE = "fa.pure(train_step)"
 
 
 def refuse(spec: Spec, lowered: Lowered) -> None:
-    """Raise CapabilityError for a train step whose update is no function of tensors on one rank."""
+    """Raise CapabilityError for a train step whose update is no function of tensors."""
     what, fix = _problem(spec, lowered)
     if what:
         raise CapabilityError(what, where=_WHERE, fix=fix)
@@ -29,11 +29,10 @@ def refuse(spec: Spec, lowered: Lowered) -> None:
 def _problem(spec: Spec, lowered: Lowered) -> tuple[str, str]:
     """The first obstacle as a clause, and the way around it. Empty without one."""
     settings = lowered.settings
-    if spec.strategy.axes or spec.runtime:
+    if spec.runtime or any(axis.maker != "ddp" for axis in spec.strategy.axes):
         return (
-            f"a pure update runs on one rank, and the strategy is {spec.strategy}",
-            "fa.distribute(model, fa.local()) in one process. On several: inner steps in the "
-            "loss, from fa.params(model), with a learned rate as a parameter of the model",
+            f"each rank computes its pure updates with the whole model, and the strategy is {spec.strategy}",
+            "fa.local() or fa.ddp(), also for inner steps in the loss of a train step under fa.fsdp()",
         )
     if spec.optimizers is None:
         return "this train step has no optimizer", "give one; fa.call is a model as a function of parameters"

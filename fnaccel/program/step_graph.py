@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import attrs
 import torch
 
-from fnaccel import _torch, tree
+from fnaccel import _torch
 from fnaccel.engine.combine import check_aux, detached, divide
 from fnaccel.engine.gradients import added, laid_out
 from fnaccel.engine.passes import Loss, multiplier_of
@@ -266,11 +266,6 @@ class StepGraph:
         """Clip, finite check, update, averages. Returns whether the update was skipped."""
         engine = self._traced
 
-        def record(name: str, value: Tree) -> None:
-            if name != "grad_norm":  # which clipping records
-                check_aux({name: 0.0})  # is it a metric of the step?
-            metrics[name] = tree.whole(value)
-
         with torch.no_grad():
             layout = engine.layout
             device = layout.mesh.world.device
@@ -280,7 +275,6 @@ class StepGraph:
                 step=0 if given.step is None else given.step,
                 updates=given.number - 1,
                 params=self._params,
-                record=record,
                 metrics=metrics,
             )
             tail.before_update(gradients, {}, info)

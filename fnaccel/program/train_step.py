@@ -39,6 +39,7 @@ from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank, outside_inference
 from fnaccel.world.flags import take_for_steps
 from fnaccel.world.interrupts import SigintHeld
+from fnaccel.world.mesh import resolve
 from fnaccel.world.progress_marks import within
 from fnaccel.world.world import World, current
 
@@ -145,6 +146,7 @@ class TrainStep(ModelAccess):
             extras: any pytree of yours to keep in the state, dataclasses and attrs classes in it too.
 
         Raises:
+            AxisProductError: `fa.local()` on several ranks, where `fa.pure` alone takes this train step.
             NotSerializableError: `extras` holds what no checkpoint can. Nothing was built.
             PlanMismatchError: ranks hold different plans. Nothing was built.
             CapabilityError: inside of `torch.func` or `torch.compile`, as a call of the train step.
@@ -156,6 +158,7 @@ class TrainStep(ModelAccess):
             {'best': 0.0}
         """
         check_outside_of_func("train_step.init")
+        resolve(self._spec.strategy.degrees(), self.mesh.world.size, str(self._spec.strategy))
         if seed < 0:  # as torch.manual_seed does, so that states hold no sign
             seed += (1 << 64) - 1
         if extras is not None:  # the check learns their classes as well

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from fnaccel import tree
-from fnaccel.engine.combine import REPORTED, recorded_twice
 from fnaccel.program.lent_models import LentModels, lend
 from fnaccel.program.second_gradient import gradients_at
 from fnaccel.program.state_owner import StateOwner
@@ -80,7 +78,6 @@ def update(
                 step=step,
                 updates=updates,
                 params=instance.by_name,
-                record=functools.partial(_record, metrics),
                 metrics=metrics,
                 gradients_at=functools.partial(gradients_at, instance, micro_batches, inputs, gradients),
             )
@@ -115,16 +112,6 @@ def update(
         lease(next_state, owner.lease)
         instance.moved = True
     return next_state, checked(metrics, uncounted)
-
-
-def _record(metrics: dict[str, Any], name: str, value: Tree) -> None:
-    """Put a hook's value into the metrics. Ranks hold parts of sharded values."""
-    if name in REPORTED:
-        raise recorded_twice(name)
-    metrics[name] = value if type(value) in _WHOLE else tree.map(tree.whole, value)
-
-
-_WHOLE = (torch.Tensor, float, int)
 
 
 def _counted(updates: Scalar, uncounted: Scalar | None, skip: Scalar | None) -> Any:

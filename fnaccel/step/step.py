@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
 
@@ -16,8 +16,10 @@ import attrs
 import torch
 from torch import nn
 
+from fnaccel import tree
 from fnaccel.errors import (
     ArgumentError,
+    LossError,
     RepeatedTransformError,
     UnknownNameError,
     as_names,
@@ -33,6 +35,9 @@ from fnaccel.tree import Tree
 if TYPE_CHECKING:
     from fnaccel.engine.engine import Engine
     from fnaccel.engine.gradients import Gradients
+
+RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale", "recompilations"})
+"""Metrics that a step reports by itself."""
 
 
 class Phase(enum.IntEnum):
@@ -115,7 +120,6 @@ class Info:
         updates: updates applied before this one (an int, or a tensor if they may be skipped).
         params: parameters by canonical name, those of several models as `"model/name"`, as gradients are. The
             next update changes them in place: clone what you keep.
-        record: `record(name, value)` puts a value into the metrics, under a name that the step has not.
         skip: 0-d tensor, 1 if the update is skipped. None if updates are never skipped. For GRADS transforms
             as far as it is decided: gradients that are not finite come first. The state that a transform of
             yours returns is dropped if the update is skipped.
@@ -140,10 +144,24 @@ class Info:
     step: int | torch.Tensor
     updates: int | torch.Tensor
     params: Any
-    record: Callable[[str, Any], None]
     skip: torch.Tensor | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    metrics: dict[str, Any] = field(default_factory=dict[str, Any])
     gradients_at: Callable[..., dict[str, Any]] | None = None
+
+    def record(self, name: str, value: Tree) -> None:
+        """Put a value into the metrics of the step. Sharded values are gathered, so every rank calls it.
+
+        Raises:
+            LossError: the step itself reports a metric of that name.
+        """
+        if name in RESERVED and name != "grad_norm":  # which clipping records
+            raise LossError(
+                f"a hook records {name!r}, which the step itself reports",
+                where=f"info.record({name!r}, value)",
+                fix="give it another name",
+            )
+        plain = type(value) in (torch.Tensor, float, int)
+        self.metrics[name] = value if plain else tree.map(tree.whole, value)
 
 
 def _as_phase(phase: object) -> Phase:

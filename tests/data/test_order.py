@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fnaccel.data import order
+from fnaccel.data import order, split_sizes
 from fnaccel.errors import ArgumentError, UnknownNameError
 
 DYNAMIC = [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13]]
@@ -15,7 +15,7 @@ REMAINDERS = st.sampled_from(order.REMAINDERS)
 def by_hand(n, batch_size, rank, ranks, remainder, split):
     """Row by row through the whole epoch, from the words of the facts page."""
     step = batch_size if split else batch_size * ranks
-    owner = [r for r, size in enumerate(order.split_sizes(step, ranks)) for _ in range(size)]
+    owner = [r for r, size in enumerate(split_sizes(step, ranks)) for _ in range(size)]
     found: dict[int, list[int]] = {}
     total = n // step * step if remainder == "drop" else -(-n // step) * step
     for row in range(total):
@@ -71,7 +71,7 @@ def test_unknown_remainder_names_the_nearest():
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_split_sizes_and_span_agree(n, parts):
-    sizes = order.split_sizes(n, parts)
+    sizes = split_sizes(n, parts)
     assert sum(sizes) == n
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
@@ -81,7 +81,7 @@ def test_split_sizes_and_span_agree(n, parts):
 
 def test_split_sizes_out_of_range_raise():
     with pytest.raises(ArgumentError, match="3 rows can't be cut into 0 parts"):
-        order.split_sizes(3, 0)
+        split_sizes(3, 0)
 
 
 def test_permutation_is_pure_and_frozen():

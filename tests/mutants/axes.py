@@ -54,7 +54,7 @@ MUTANTS = [
         ("tests/parity/test_matrix.py", "-k", "clip"),
     ),
     Mutant(
-        "recorded values of one rank", "program/update.py", "else tree.map(tree.whole, value)", "else value",
+        "recorded values of one rank", "step/step.py", "else tree.map(tree.whole, value)", "else value",
         ("tests/transforms/test_own_values.py", "-k", "recorded and 2-fsdp and eager"),
     ),
     Mutant(

@@ -16,6 +16,13 @@ MUTANTS = [
         (PURE, "-k", "left_out_moves_nothing"),
     ),
     Mutant(
+        "each of several ranks trains alone under local()",
+        "program/train_step.py",
+        "        resolve(self._spec.strategy.degrees(), self.mesh.world.size, str(self._spec.strategy))\n",
+        "",
+        (PURE, "-k", "updates_of_its_own and local"),
+    ),
+    Mutant(
         "a pure rule counts updates on the host",
         RULES,
         "UpdateInfo(count + 1, rate)",

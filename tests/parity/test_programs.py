@@ -41,18 +41,19 @@ WAYS = {
 PURE = ("rates", "hypergradients", "one-graph")
 VALUES = ("maml", "private", "variance", "hessian", "gauss-newton")
 SHORT = ("local", "fsdp")
-SHORT_TOO = {("maml", "local-captured"), ("sharpness", "local-captured")}
+SHORT_TOO = {("maml", "local-captured"), ("sharpness", "local-captured"), ("learned-rate", "ddp")}
 LONG = {("one-graph", "local")}  # it compiles four updates
 LEFT_OUT = {
     "tensor": ("gan", "layout"),  # which would need a plan of their own
-    "ddp-captured": PURE,  # refused as on ddp and fsdp
-    "fsdp-captured": PURE,
+    "ddp": PURE,  # each rank's own: the program below has them in a loss
+    "ddp-captured": PURE,
+    "fsdp-captured": (*PURE, "learned-rate"),  # refused as on fsdp
     "local-inductor": tuple(name for name in PROGRAMS if name not in ("maml", "lamb")),
 }
 
 LACKS = errors.CapabilityError
 REFUSALS = [
-    (PURE, ("ddp", "fsdp", "hsdp", "tensor", "deepspeed"), LACKS, "a pure update runs on one rank", "fa.local()) in one process"),
+    ((*PURE, "learned-rate"), ("fsdp", "hsdp", "tensor", "deepspeed"), LACKS, "with the whole model", "fa.local() or fa.ddp()"),
     (PURE, ("local-captured",), LACKS, "compiles a step with its state", "torch.compile(fn, fullgraph=True)"),
     (VALUES, ("tensor",), LACKS, "ranks along tp compute parts of one model", "fa.fsdp()"),
     (("maml", "private"), ("deepspeed",), LACKS, "deepspeed keeps the parameters", "fa.fsdp()"),
@@ -114,7 +115,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming-from-jax.md"
 TABLE = {
     "`fa.params`": (VALUES, ""),
     "`fa.value_and_grad`": (("aux", "sharpness"), ""),
-    "`fa.pure`": (PURE, ""),
+    "`fa.pure`": ((*PURE, "learned-rate"), ""),
     "`fa.optim.chain`": (("lamb", "own-transform"), ""),
     "a lent model in a compiled step": (("gan",), "-captured"),
 }

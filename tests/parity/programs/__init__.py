@@ -24,6 +24,7 @@ PROGRAMS = {
     "gauss-newton": (derivatives.gauss_newton, derivatives.gauss_newton_by_hand),
     "sharpness": (derivatives.sharpness, derivatives.sharpness_by_hand),
     "one-graph": (updates.one_graph, updates.one_graph_by_hand),
+    "learned-rate": (updates.learned_rate, updates.learned_rate_by_hand),
     "layout": (steps.layout, steps.layout_by_hand),
     "keys": (steps.keys, steps.keys_by_hand),
     "partial-restore": (states.partial_restore, states.partial_restore_by_hand),

@@ -30,8 +30,8 @@ def maml(strategy, transform, folder):
     return train(transform(maml_loss), strategy)
 
 
-def train(step, strategy):
-    train_step = program(step, strategy=strategy)
+def train(step, strategy, **options):
+    train_step = program(step, strategy=strategy, **options)
     state = train_step.init(seed=0)
     losses = []
     for number in range(3):

@@ -26,10 +26,10 @@ def squares(out, y):
     return (out - y).square().sum()
 
 
-def net(seed=0):
+def net(seed=0, kind=Net):
     """The parameters of `train_step.init(seed)`."""
     torch.manual_seed(seed)
-    return Net()
+    return kind()
 
 
 def sgd_(params, grads, lr=0.1):
@@ -38,9 +38,9 @@ def sgd_(params, grads, lr=0.1):
             param -= lr * grad
 
 
-def by_hand(total, steps=3, lr=0.1):
+def by_hand(total, steps=3, lr=0.1, kind=Net):
     """Losses and parameters after plain SGD. `total(model, x, y, number)` is the sum over rows."""
-    model = net()
+    model = net(kind=kind)
     losses = []
     for number in range(steps):
         x, y = batch_of(ROWS, seed=number)

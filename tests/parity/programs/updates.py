@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.func import functional_call
 
 import fnaccel as fa
-from tests.parity.programs.raw_loop import ROWS, by_optimizer, net, rows_of, squares
-from tests.tiny_models import batch_of, loss_fn, program
+from tests.parity.programs.derivatives import train
+from tests.parity.programs.raw_loop import ROWS, by_hand, by_optimizer, net, rows_of, squares
+from tests.tiny_models import Net, batch_of, loss_fn, program
 
 RATES = (0.003, 0.01, 0.03)
 UPDATES = 3
@@ -109,3 +111,53 @@ def one_graph(strategy, transform, folder):
 
 def one_graph_by_hand():
     return by_optimizer(torch.optim.AdamW, steps=2, lr=0.02)
+
+
+# -- 20: inner updates in the loss of a train step ---------------------------------------------------------
+
+
+class NetAndRate(Net):
+    """A model and the rate at which it adapts, which is learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(0.05))
+
+
+def learned_rate(strategy, transform, folder):
+    """Meta-SGD by pure updates with momentum. One row is one task."""
+    update = fa.pure(program(loss_fn, strategy=strategy, optimizer=fa.sgd(0.1, momentum=0.9)))
+    first = update.init()
+
+    def meta(model, batch):
+        params = fa.params(model)
+        own = {name: value for name, value in params.items() if name != "rate"}
+        total = 0.0
+        for x, y in zip(*batch, strict=True):
+            values = first | {"params": own}
+            for _ in range(2):
+                values, _ = update(values, (x[None], y[None]), lr=params["rate"])
+            total = total + update.loss(values, (-x[None], -y[None]))
+        return fa.Mean(total, weight=len(batch[0]))
+
+    return train(transform(meta), strategy, model=NetAndRate, optimizer=fa.sgd(0.005))
+
+
+def learned_rate_by_hand():
+    def total(model, x, y, number):
+        result = 0.0
+        for row, target in zip(x, y, strict=True):
+            params = {name: p for name, p in model.named_parameters() if name != "rate"}
+            moments = dict.fromkeys(params, 0.0)
+            for _ in range(2):
+                out = functional_call(model, params, (row[None],))
+                grads = torch.autograd.grad(
+                    squares(out, target[None]), list(params.values()), create_graph=True
+                )
+                for (name, p), g in zip(list(params.items()), grads, strict=True):
+                    moments[name] = 0.9 * moments[name] + g
+                    params[name] = p - model.rate * moments[name]
+            result = result + squares(functional_call(model, params, (-row[None],)), -target[None])
+        return result
+
+    return by_hand(total, lr=0.005, kind=NetAndRate)
