@@ -67,6 +67,7 @@ def generated(model):
     return model.generate(prompt, attention_mask=mask, max_new_tokens=10, min_new_tokens=10, do_sample=False)
 
 
+@pytest.mark.long_except("disk")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("home", ["cpu", "disk", "devices"])
 def test_the_same_tokens(kind, home, tmp_path):

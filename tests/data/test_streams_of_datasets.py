@@ -44,6 +44,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.long_except("plain-1|generated-4")
 @pytest.mark.parametrize("options", [{}, {"per_rank": True}, {"dispatch": True}], ids=str)
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("make", [plain, generated])

@@ -294,6 +294,7 @@ def test_a_hang_is_reported_as_the_readme_shows(launcher):
 
 
 @pytest.mark.launcher
+@pytest.mark.long_except("save_async-1")
 @pytest.mark.parametrize("full", [0, 1])
 @pytest.mark.parametrize("save", ["save", "save_async"])
 def test_a_full_disk_is_shown_with_its_folder_and_not_its_report_on_another_rank(launcher, full, save):

@@ -288,6 +288,7 @@ def on_ranks(root, name, rank, strategy):
     return scanned(root, at=2, rank=rank, strategy=strategy, wrap=STEPS[name])
 
 
+@pytest.mark.long_except("0-ddp|1-fsdp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", STEPS)

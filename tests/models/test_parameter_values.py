@@ -52,7 +52,8 @@ def rows():
                 continue  # maml in test_programs.py
             if name == "pushed" and "remat" in way:
                 continue  # refused by name: see below
-            yield pytest.param(way, name, marks=[pytest.mark.long] if "captured" in way else [])
+            few = way in ("fsdp-each", "fsdp-root", "fsdp-linear-remat") and name not in ("halved", "both")
+            yield pytest.param(way, name, marks=[pytest.mark.long] if few or "captured" in way else [])
 
 
 @pytest.mark.parametrize(("way", "name"), list(rows()))

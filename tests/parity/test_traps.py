@@ -23,7 +23,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.long_except("eager|scalars-sgd")
+@pytest.mark.long_except("sgd-.*eager|local-eager|scalars-sgd")
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize(("name", "optimizer", "strategy"), ROWS)
 def test_equals_the_raw_loop(pools, name, optimizer, strategy, mode):

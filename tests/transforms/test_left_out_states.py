@@ -62,7 +62,7 @@ def trained(kind, strategy, compiled, bad):
     return fa.tree.map(fa.tree.whole, own), whole_params(state), current().rank
 
 
-@pytest.mark.long_except(r"fsdp-eager|local-captured")
+@pytest.mark.long_except("fsdp-eager")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "local"), (2, "ddp"), (2, "fsdp")])
 @pytest.mark.parametrize("kind", STEPS)

@@ -38,7 +38,7 @@ def expected(ranks, precision, clip, optimizer):
     )
 
 
-@pytest.mark.long_except("acc3")
+@pytest.mark.long_except("acc3.*-2-|zero[23].*acc3")
 @pytest.mark.parametrize("row", [*ROWS, *EACH], ids=str)
 def test_equals_the_raw_loop(pools, row):
     oracle = expected(row.ranks, row.precision, row.clip, row.optimizer)
