@@ -6,7 +6,6 @@ A step reads no tensor of an accelerator, so a negative or NaN weight there is n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,8 +69,3 @@ def check_read(weight: float) -> None:
             where="the metrics of train_step(state, batch)",
             fix="give fa.Mean the number of rows or tokens its total stands for",
         )
-
-
-def check_logged(values: Mapping[str, float]) -> None:
-    """The same for metrics that a tracker is about to write."""
-    check_read(values.get("weight", 0.0))

@@ -20,8 +20,8 @@ import torch
 from fnaccel.errors import LossError
 from fnaccel.step.loss import LossParts, Scalar, readable
 
-Kind = Literal["mean", "sum", "total", "penalty", "unknown"]
-"""Of a term. A "sum" is one that a loss of torch took, and a "penalty" is of parameters alone."""
+Kind = Literal["mean", "part", "sum", "total", "penalty", "unknown"]
+"""A "part" is a mean over other values than the weight, a "sum" of a torch loss, "penalty" of parameters."""
 
 _logger = logging.getLogger("fnaccel")
 
@@ -100,10 +100,11 @@ def check_total(parts: LossParts, where: str, known: Scalar | None = None) -> bo
         return False
     if float(weight) in (0.0, 1.0) or parts.total.grad_fn is None:
         return True
-    terms = list(_terms(parts.total.grad_fn, float(weight)))
-    kinds = {kind for kind, _ in terms} - {"penalty"}
-    name = next((name for kind, name in terms if kind != "penalty"), "")
-    if kinds == {"mean"} and sum(kind == "mean" for kind, _ in terms) % float(weight):  # one a row: a total
+    terms = [term for term in _terms(parts.total.grad_fn, float(weight)) if term[0] != "penalty"]
+    kinds, name = {kind for kind, _ in terms}, terms[0][1] if terms else ""
+    # a mean for each row, or several, which a loop adds up, are a total
+    looped = len(terms) == float(weight) or ("mean" not in kinds and len(terms) % float(weight) == 0)
+    if kinds and kinds <= {"mean", "part"} and not looped:
         taker, fix = "fa.Mean", "fa.Mean.of(mean, weight=...), or sum: reduction='sum'"
         if known is not None:
             taker = "fa.with_weight"
@@ -121,7 +122,7 @@ def check_total(parts: LossParts, where: str, known: Scalar | None = None) -> bo
             where=where,
             fix="fa.Mean(total, weight=n)",
         )
-    return bool(kinds) and not kinds & {"mean", "unknown"}
+    return bool(kinds) and not kinds & {"mean", "part", "unknown"}
 
 
 def _terms(root: Any, weight: float) -> Iterator[tuple[Kind, str]]:
@@ -158,12 +159,17 @@ def _kind(node: Any, name: str, weight: float, times: list[float | None], by: li
     summed = reduction == _SUM or name.startswith(_SUMS)
     if not (averaged or summed) or None in (*times, *by):
         return "unknown"
-    counts, lasting, divisors = {weight, *_counts(node)}, Counter(times), Counter(by)
+    counts = {weight, *_products(getattr(node, "_saved_self_sym_sizes", ()))}
+    lasting, divisors = Counter(times), Counter(by)
     lasting, divisors = lasting - divisors, divisors - lasting  # a mean by hand times its rows
     if averaged:
         if counts & {*lasting}:
             return "total"
-        return "unknown" if any(map(_is_whole, lasting)) else "mean"
+        if any(map(_is_whole, lasting)):
+            return "unknown"
+        before, number = next(each for each in node.next_functions if each[0] is not None)
+        made = getattr(before, "_input_metadata", None)
+        return "mean" if made is None or weight in _products(made[number].shape) else "part"
     if any(map(_is_whole, lasting)):
         return "sum" if reduction == _SUM and not divisors else "unknown"
     if any(_is_whole(value) and value > _SMALL for value in counts & {*divisors}):
@@ -198,9 +204,8 @@ def _is_of_parameters(root: Any) -> bool:
     return False
 
 
-def _counts(node: Any) -> set[float]:
+def _products(sizes: Iterable[int]) -> set[float]:
     """How many values a sum is of: the products of its first dimensions."""
-    sizes = getattr(node, "_saved_self_sym_sizes", ())
     return {float(count) for count in itertools.accumulate(sizes, operator.mul)}
 
 

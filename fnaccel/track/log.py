@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fnaccel.errors import ArgumentError, MissingBackendError
-from fnaccel.step.checked_metrics import check_logged
+from fnaccel.step.checked_metrics import check_read
 from fnaccel.track import calls
 from fnaccel.track.calls import LoopCalls, calls_of
 from fnaccel.track.fetcher import Fetcher
@@ -127,7 +127,7 @@ class Log:
     def _pass_on(self, *, wait: bool) -> None:
         for row in self._fetcher.arrived(wait=wait):
             numbers = {name: value for name, value in row.values.items() if isinstance(value, float)}
-            check_logged(numbers)
+            check_read(numbers.get("weight", 0.0))
             chosen = row.options or [{}] * len(self._open)
             for each, options in zip(self._open, chosen, strict=True):
                 each.log(row.step, dict(row.values), options)

@@ -52,6 +52,9 @@ WRONG = {
     "a mean and L2": lambda m, b: fa.Mean(squared(m, b).mean() + 0.01 * penalty(m), weight=rows_of(b)),
     "two means": lambda m, b: fa.Mean(squared(m, b).mean() + m(b[0]).abs().mean(), weight=rows_of(b)),
     "a sum by its rows": lambda m, b: fa.Mean(squared(m, b).sum() / rows_of(b), weight=rows_of(b)),
+    "a mean for each of 16 times": lambda m, b: fa.Mean(
+        sum(F.mse_loss(m(time * b[0]), b[1]) for time in range(16)), weight=rows_of(b)
+    ),
     "half a mean of tokens": lambda m, b: fa.Mean(0.5 * squared(m, b).mean(dim=1).mean(), 3 * rows_of(b)),
     "a loss for each row": lambda m, b: fa.Mean(
         torch.stack([loss[0] for loss in squared(m, b)]).mean(), weight=rows_of(b)
@@ -106,6 +109,9 @@ UNKNOWN = {
     "a root": lambda m, b: fa.Mean(squared(m, b).sum().sqrt(), weight=rows_of(b)),
     "a mean for each row": lambda m, b: fa.Mean(
         sum(F.mse_loss(m(x), y) for x, y in zip(*b, strict=True)), rows_of(b)
+    ),
+    "two means for each row": lambda m, b: fa.Mean(
+        sum(F.mse_loss(m(x), y) + m(x).abs().mean() for x, y in zip(*b, strict=True)), rows_of(b)
     ),
     "a sum and a mean": lambda m, b: fa.Mean(squared(m, b).sum() + m(b[0]).mean(), weight=rows_of(b)),
     "weights that sum to one": lambda m, b: fa.Mean.of(
