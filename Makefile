@@ -18,7 +18,7 @@ demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text 
 	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
 	$(BIN)/fnaccel launch -n 1 --precision bf16 examples/train_gpt.py --steps 600 --report runs/gpt/report.html --sample 400 --dir runs/gpt
 
-test: .venv/.dev  ## all but the long rows: nine minutes on two cores
+test: .venv/.dev  ## all but the long rows: about nine minutes on two cores
 	$(BIN)/python -m pytest -m "not long" $(BOTH)
 
 test-all: .venv/.dev  ## every row, then seconds by folder; writes the table of seconds in tests/long_tier
