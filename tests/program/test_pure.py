@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import attrs
 import pytest
@@ -625,30 +626,28 @@ def test_what_is_refused_by_name(name):
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp(1) * ddp(1)", "tensor(1)"])
 def test_strategies_are_refused(strategy):
     train_step = fa.train_step(loss_fn, model=fa.distribute(Net, strategy), optimizer=fa.sgd(0.1))
-    with pytest.raises(errors.CapabilityError, match="with the whole model, and the strategy is"):
+    with pytest.raises(errors.CapabilityError, match=re.escape(f"the strategy is {strategy}")):
         fa.pure(train_step)
 
 
 def own_run(strategy):
-    """The values after two updates of this rank alone, from its own seed, and what `init` says of the train step."""
+    """The parameters after two updates of this rank alone, from its own seed. `init` takes all ranks or none."""
     with fa.start(device="cpu") as world:
         train_step = fa.train_step(loss_fn, model=fa.distribute(Wide, strategy), optimizer=fa.adamw(0.05))
         update = fa.pure(train_step)
         values = update.init(seed=world.rank)
         for number in range(2):
             values, _ = update(values, BATCHES[world.rank + number], lr=0.1 / (1 + world.rank))
-        said = ""
         if strategy == "local":
-            with pytest.raises(errors.AxisProductError, match="the world has 3") as raised:
+            with pytest.raises(errors.AxisProductError, match="the world has 3"):
                 train_step.init()
-            said = str(raised.value)
-        return dict(values["params"]), said
+        return dict(values["params"])
 
 
 @pytest.mark.parametrize("strategy", ["local", "ddp"])
 def test_each_of_several_ranks_makes_updates_of_its_own(pools, strategy):
     update = fa.pure(program())
-    for rank, (params, _) in enumerate(pools.run(3, own_run, strategy)):
+    for rank, params in enumerate(pools.run(3, own_run, strategy)):
         values = update.init(seed=rank)
         for number in range(2):
             values, _ = update(values, BATCHES[rank + number], lr=0.1 / (1 + rank))
