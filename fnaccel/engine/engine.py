@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from fnaccel.data.micro_batches import MicroBatches
-from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import Agreement
 from fnaccel.engine.totals import Question
 from fnaccel.errors import ArgumentError, FnaccelError
@@ -93,6 +92,31 @@ def in_turn(n: int, forward: Callable[[int], Any], backward: Callable[[int, Any]
     for index in range(n):
         with sync(index == n - 1):
             backward(index, forward(index))
+
+
+Opened = tuple[list[torch.Tensor], Callable[..., Any]]
+"""The tensors that gradients are taken of, and `run(fn, *args)`, which calls `fn(model, *args)` with them."""
+
+
+@attrs.frozen(kw_only=True)
+class Capture:
+    """How a whole step can be captured as one graph: plain operations in the place of hooks.
+
+    Attributes:
+        leaves: the trainable parameters. `shard` is the very tensor that the update changes.
+        open: in the graph, before forward. Gathers parameters if ranks hold shards of them.
+        blank: zeros laid out as the gradients that `open`'s tensors get, outside of the graph.
+        average: in the graph, from these gradients to those of the leaves, averaged over ranks.
+        complete: whether a parameter that no rank has a gradient for is an error.
+        graph_pass: a change of the graph before inductor lowers it. Other backends run without it.
+    """
+
+    leaves: tuple[Leaf, ...]
+    open: Callable[[], Opened]
+    blank: Callable[[], list[torch.Tensor]]
+    average: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+    complete: bool = False
+    graph_pass: Any = None
 
 
 @attrs.frozen(kw_only=True)

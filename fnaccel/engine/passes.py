@@ -148,9 +148,7 @@ class Passes:
         self._open = 0  # forwards whose backward has not run
         informed = loss.informed
         self._facts = None if informed is None else inputs.facts(engine.layout.mesh.world.device, informed)
-        self._up_front = up_front_of(loss, micro_batches, inputs, totals, engine)
-        # of one micro-batch the weight is known after its forward, at the cost of a wait for the other ranks
-        self._late = inputs.hooked and len(micro_batches) == 1 and loss.weight_fn is None
+        self._divisor = Divisor(engine, loss, micro_batches, totals, inputs)
 
     def forward(self, index: int) -> tuple[torch.Tensor, bool]:
         """Run a micro-batch's forward, with the seed of its index.
@@ -197,11 +195,7 @@ class Passes:
         self._open -= 1
         if len(totals.rows) == len(self._micro_batches):
             totals.send()  # overlaps with the backward pass
-        if self._late:
-            totals.wait()
-            total = total * (_ratio(engine, totals.weight) / engine.layout.mesh.loss_size)
-        if self._up_front is not None:
-            total = total * self._up_front
+        total = self._divisor.before_backward(total)
         if counts:
             engine.forward.backward(total)
             return
@@ -218,7 +212,7 @@ class Passes:
             LossError: no parameter got one.
             MicroBatchError, RankMismatchError: what ranks told each other beside the totals does not fit.
         """
-        engine, loss, totals, inputs = self._engine, self._loss, self._totals, self._inputs
+        engine, loss, totals = self._engine, self._loss, self._totals
         enter("gradients")
         if engine.hooks.micro_batch is not None:
             engine.hooks.micro_batch(True)
@@ -237,13 +231,9 @@ class Passes:
         # a runtime may keep gradients to itself
         if engine.runtime.bound is None and (not grads or grads[0] is None):
             check_reached(grads, loss.where)
-        if not self._late:
-            totals.wait()
+        multiplier = self._divisor.after_backward()
         if totals.is_bare:
             loss.check.count({*totals.rows, *engine.agreement.rows}, loss.where)
-        divided = self._late or (inputs.hooked and loss.weight_fn is not None)
-        left = float(layout.mesh.loss_size) if divided else None
-        multiplier = multiplier_of(loss, engine, totals.weight, inputs.scale, self._up_front, left)
         gradients = Gradients(layout.leaves, grads, multiplier, layout.held_by, layout.mesh.world.device)
         return Outcome(totals.finish(), gradients, None)
 
@@ -257,30 +247,72 @@ def out_of_turn(name: str, index: int) -> CapabilityError:
     )
 
 
+class Divisor:
+    """Where the totals of an update are divided by their global weight: as early as that is known.
+
+        from the batch (`weight_fn`)              before each backward
+        from one forward, hooks want a mean       before its backward, at the cost of a wait for other ranks
+        from the last forward                     after the last backward
+        the same, under fp16                      there. Totals are divided by the last step's weight before
+
+    Args:
+        engine, loss, micro_batches, totals, inputs: of the update, as for `Passes`.
+
+    Attributes:
+        up_front: the factor of totals before backward: the loss scale, over a weight that is known by then.
+        left: the factor that gradients lack but for the loss scale, if totals were divided before backward.
+    """
+
+    def __init__(
+        self, engine: Engine, loss: Loss, micro_batches: MicroBatches, totals: Totals, inputs: Inputs
+    ) -> None:
+        self._engine, self._totals = engine, totals
+        self._scale = scale = inputs.scale
+        weight_fn, mesh = loss.weight_fn, engine.layout.mesh
+        self._waits = inputs.hooked and weight_fn is None and len(micro_batches) == 1
+        # hooks of modules see the gradients that they would see on one rank
+        self._apart = mesh.loss_size if inputs.hooked else 1
+        self.left = None if weight_fn is None and not self._waits else float(self._apart)
+        self.up_front: Any = None
+        if weight_fn is not None:
+            totals.know_weights(
+                [check_weight(weight_fn(m.data), loss.where) if m.valid else 0 for m in micro_batches]
+            )
+            ratio = self._ratio()
+            self.up_front = ratio if scale is None else scale * ratio
+        elif self._waits:
+            self.up_front = scale
+        elif scale is not None and inputs.last_weight is not None:
+            # the last global weight stands in for this one, so that a raw sum does not overflow fp16
+            self.up_front = scale / inputs.last_weight.to(mesh.world.device)
+
+    def before_backward(self, total: torch.Tensor) -> torch.Tensor:
+        """The total of a micro-batch as it is differentiated."""
+        if self._waits:
+            self._totals.wait()
+            total = total * self._ratio()
+        return total if self.up_front is None else total * self.up_front
+
+    def after_backward(self) -> Any:
+        """What the gradients still lack, once all ranks have sent their totals: see `multiplier_of`."""
+        if not self._waits:
+            self._totals.wait()
+        return multiplier_of(self._engine, self._totals.weight, self._scale, self.up_front, self.left)
+
+    def _ratio(self) -> Any:
+        ratio = _ratio(self._engine, self._totals.weight)
+        return ratio if self._apart == 1 else ratio / self._apart
+
+
 def multiplier_of(
-    loss: Loss,
-    engine: Engine,
-    weight: Scalar,
-    scale: Scalar | None,
-    up_front: Scalar | None,
-    left: float | None = None,
+    engine: Engine, weight: Scalar, scale: Scalar | None, up_front: Scalar | None, left: float | None
 ) -> Any:
     """The factor that the gradients still lack. None for 1.
 
-    A total is divided by the global weight as early as that is known:
-
-        from the batch (`weight_fn`)              before each forward, with the loss scale, in `up_front`
-        from one forward, hooks want a mean       before its backward: `left` is what the mean still lacks
-        from the last forward                     here
-        the same, under fp16                      here; `up_front` has the scale over the last step's weight
-
     Args:
-        loss, engine, weight, scale: of the step.
-        up_front: the factor of totals before backward.
-        left: the factor if totals were divided by the weight before backward, but for the loss scale.
+        engine, weight, scale: of the step.
+        up_front, left: as `Divisor` has them.
     """
-    if left is None and loss.weight_fn is not None:
-        left = 1.0
     if left is not None:
         multiplier = left if scale is None else left / scale
     else:
@@ -288,27 +320,6 @@ def multiplier_of(
         if up_front is not None:
             multiplier = multiplier / up_front
     return None if isinstance(multiplier, float) and multiplier == 1.0 else multiplier
-
-
-def up_front_of(
-    loss: Loss, micro_batches: MicroBatches, inputs: Inputs, totals: Totals, engine: Engine
-) -> Any:
-    """The factor of totals before backward: the loss scale, over the weight if it is known by now."""
-    scale = inputs.scale
-    if loss.weight_fn is not None:
-        totals.know_weights(
-            [check_weight(loss.weight_fn(m.data), loss.where) if m.valid else 0 for m in micro_batches]
-        )
-        factor = _ratio(engine, totals.weight)
-        if inputs.hooked:  # hooks of modules see the gradients that they would see on one rank
-            factor = factor / engine.layout.mesh.loss_size
-        return factor if scale is None else scale * factor
-    if scale is None or inputs.last_weight is None:
-        return None
-    if inputs.hooked and len(micro_batches) == 1:
-        return scale
-    # the last global weight stands in for this one, so that a raw sum does not overflow fp16
-    return scale / inputs.last_weight.to(engine.layout.mesh.world.device)
 
 
 def _ratio(engine: Engine, weight: Scalar) -> Any:

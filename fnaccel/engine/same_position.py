@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from fnaccel.collectives import gather_objects
 from fnaccel.errors import RankMismatchError
 from fnaccel.state import Position
 from fnaccel.texts import first_of
+from fnaccel.world.host_copy import HostCopy
 from fnaccel.world.mesh import Mesh
 
 _CODES = 1_048_573  # a prime, so small that a sum of squares over 8,192 ranks is exact in float64
@@ -50,7 +50,7 @@ class SamePosition:
         self._told = told
         self._position: Position | None = None
         self._differ = False
-        self._late: tuple[torch.Tensor, Any] | None = None
+        self._late: HostCopy | None = None
 
     def begin(self, position: Position | None) -> None:
         """Begin a step, after the comparison of the step before.
@@ -62,8 +62,7 @@ class SamePosition:
             RankMismatchError: in the step before the ranks had batches of different positions.
         """
         if self._late is not None:
-            (sums, event), self._late = self._late, None
-            event.synchronize()
+            sums, self._late = self._late.read(), None
             self._compare(sums)
         self.check()
         self._position = position
@@ -84,11 +83,7 @@ class SamePosition:
         if sums.device.type == "cpu":
             self._compare(sums)
             return
-        host = torch.empty_like(sums, device="cpu", pin_memory=True)
-        host.copy_(sums, non_blocking=True)
-        event: Any = torch.Event(sums.device.type)
-        event.record()
-        self._late = host, event
+        self._late = HostCopy(sums)
 
     def _compare(self, sums: torch.Tensor) -> None:
         total, squares = map(int, sums.tolist())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from typing import Any
 
 import torch
 
 from fnaccel.errors import NonfiniteError
 from fnaccel.step.loss import Scalar
+from fnaccel.world.host_copy import HostCopy
 
 WARN_AFTER = 25
 """Skipped updates in a row that are worth a warning: a loss scale of 65,536 needs 16 to come down to 1."""
@@ -29,26 +29,16 @@ class SkippedUpdates:
         self._limit = limit
         self._speaks = speaks
         self._in_a_row = 0
-        self._waiting: deque[tuple[torch.Tensor, Any]] = deque()
+        self._waiting: deque[HostCopy] = deque()
 
     def put(self, skip: Scalar | None) -> None:
         """Take whether an update was skipped: a number or a 0-d tensor, 1 if it was."""
         if not isinstance(skip, torch.Tensor) or skip.device.type == "cpu":
             self._count(bool(skip))
             return
-        event: Any = None
-        device = skip.device.type
-        if device != "xla":  # whose tensors of earlier steps are read without a wait
-            copy = torch.empty_like(skip, device="cpu", pin_memory=True)
-            skip = copy.copy_(skip, non_blocking=True)
-            event = torch.Event(device)
-            event.record()
-        self._waiting.append((skip, event))
+        self._waiting.append(HostCopy(skip))
         if len(self._waiting) > _LAG:
-            earlier, event = self._waiting.popleft()
-            if event is not None:
-                event.synchronize()
-            self._count(bool(earlier))
+            self._count(bool(self._waiting.popleft().read()))
 
     def _count(self, skipped: bool) -> None:
         self._in_a_row = self._in_a_row + 1 if skipped else 0

@@ -6,10 +6,10 @@ all ranks get the answer after the same step. The requests are made in `loop/pre
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
+
+from fnaccel.world.host_copy import HostCopy
 
 
 class Notice:
@@ -32,7 +32,7 @@ class Notice:
         self._beyond = beyond
         self._asked = False
         self._stopping = False
-        self._late: tuple[torch.Tensor, Any] | None = None
+        self._late: HostCopy | None = None
 
     @property
     def asked(self) -> bool:
@@ -79,16 +79,9 @@ class Notice:
 
         It is always the previous step's, even if a later answer has arrived: ranks must not differ.
         """
-        before, self._late = self._late, None
-        host = torch.empty_like(count, device="cpu", pin_memory=True)
-        host.copy_(count, non_blocking=True)
-        event: Any = torch.Event(count.device.type)
-        event.record()
-        self._late = host, event
+        before, self._late = self._late, HostCopy(count)
         if before is not None:
-            arrived, copied = before
-            copied.synchronize()
-            self.agree(bool(arrived > 0))
+            self.agree(bool(before.read() > 0))
 
 
 class NoNotice:

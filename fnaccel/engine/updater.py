@@ -120,7 +120,6 @@ class Updater:
             for each in assign(described, [leaves[i] for i in of_model]):
                 indices = [of_model[i] for i in each.indices]
                 self._add("/".join(filter(None, ("lr", key, each.label))), each.optimizer, leaves, indices)
-        self.starts_later = any(part.starts for part in self._parts)
         self._counted = {} if bound is not None else _counted(leaves, self.slots)
         self._absent: set[int] | None = None  # those without a gradient in the last update
         where = leaves[0].shard.device if leaves else device

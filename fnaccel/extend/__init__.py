@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fnaccel.data.loaders import reader as reader
     from fnaccel.data.micro_batches import MicroBatch as MicroBatch
     from fnaccel.data.micro_batches import MicroBatches as MicroBatches
-    from fnaccel.engine.capture import Capture as Capture
+    from fnaccel.engine.engine import Capture as Capture
     from fnaccel.engine.engine import Engine as Engine
     from fnaccel.engine.engine import Forward as Forward
     from fnaccel.engine.engine import Hooks as Hooks
@@ -95,8 +95,7 @@ else:
         {
             "fnaccel.data.loaders": "Grouped Indexed Stream classify reader",
             "fnaccel.data.micro_batches": "MicroBatch MicroBatches",
-            "fnaccel.engine.capture": "Capture",
-            "fnaccel.engine.engine": "Engine Forward Hooks Layout Runtime Updated in_turn",
+            "fnaccel.engine.engine": "Capture Engine Forward Hooks Layout Runtime Updated in_turn",
             "fnaccel.engine.gradients": "Gradients",
             "fnaccel.engine.totals": "Question",
             "fnaccel.errors": "ArgumentError CapabilityError FnaccelError nearest require",

@@ -18,7 +18,7 @@ from fnaccel.collectives import gather_objects
 from fnaccel.engine.combine import AuxValues, check_aux, detached, mixed_kinds, packed, structure, unpacked
 from fnaccel.engine.engine import Sync
 from fnaccel.engine.gradients import apart
-from fnaccel.engine.passes import Inputs, Loss, Outcome, out_of_turn, up_front_of, wide_dtype
+from fnaccel.engine.passes import Divisor, Inputs, Loss, Outcome, out_of_turn, wide_dtype
 from fnaccel.engine.totals import Totals
 from fnaccel.engine.updater import Updater
 from fnaccel.errors import CapabilityError
@@ -201,7 +201,7 @@ class CapturedPasses:
         self._infos = [None if facts is None else facts.of(part) for part in micro_batches]
         self._rows = [part.valid for part in micro_batches]
         step.agree(micro_batches[-1].data, self._lent_models, self._infos[-1], self._rows)
-        up_front = up_front_of(step.loss, micro_batches, inputs, totals, engine)
+        up_front = Divisor(engine, step.loss, micro_batches, totals, inputs).up_front
         self._up_front = None if up_front is None else filled(up_front, wide_dtype(engine), device)
         # 0 for a filler or a weight of 0: tensors, since numbers would be compiled in
         self._keeps = [

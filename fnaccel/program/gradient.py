@@ -10,9 +10,10 @@ import torch
 from fnaccel.engine.gradients import Gradients
 from fnaccel.errors import CapabilityError
 from fnaccel.program.instance import Instance
-from fnaccel.program.lent_models import LentModels, lend
+from fnaccel.program.lent_models import LentModels
 from fnaccel.program.second_gradient import differentiate
 from fnaccel.program.state_owner import StateOwner
+from fnaccel.program.update import begin
 from fnaccel.program.update_guard import UpdateGuard
 from fnaccel.state import TrainState
 from fnaccel.step.checked_metrics import checked
@@ -30,25 +31,20 @@ def gradient(
     given: Mapping[str, TrainState] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """See `fa.value_and_grad`. The arguments are those of `update`."""
-    instance = owner.instance_of(state)
-    if instance.engine.runtime.bound is not None:
+    engine = owner.instance_of(state).engine
+    if engine.runtime.bound is not None:
         raise CapabilityError(
-            f"{instance.engine.name} keeps gradients to itself",
+            f"{engine.name} keeps gradients to itself",
             where=GRADIENT,
             fix="fa.local(), fa.ddp(), fa.fsdp() or fa.tensor() for this program",
         )
-    micro_batches = instance.begin(state, batch)
-    lent = None if given is None else lend(given, owner)
-    if state.step == 0:
-        check_first(micro_batches[0].data, lent)
-    if instance.lowered.part is not None:
-        micro_batches = instance.lowered.parts_of(micro_batches)
+    instance, micro_batches, lent = begin(owner, check_first, state, batch, given)
     with micro_batches.around, UpdateGuard(instance, state, micro_batches):
         _, rates = instance.updater.rates(state.updates)
         outcome = differentiate(instance, micro_batches, instance.inputs(state, rates, lent))
         assert outcome.gradients is not None
         grads = _shown(instance, outcome.gradients)
-        instance.engine.clear()
+        engine.clear()
     return checked(outcome.metrics, None), grads
 
 

@@ -183,7 +183,8 @@ class StepGraph:
         if self._group is not None:
             sums = _torch.end_collective(sums)
         weight = sums[1] if given.global_weight is None else given.global_weight
-        multiplier = multiplier_of(self._loss, self._engine, weight, given.scale, given.up_front)
+        left = None if given.global_weight is None else 1.0
+        multiplier = multiplier_of(self._engine, weight, given.scale, given.up_front, left)
         dtype = torch.promote_types(total.dtype, torch.float32)
         loss = divide(sums[0], weight, sums.device).to(dtype)
         # cloned, since a tensor that is returned twice is one output of a graph
@@ -277,9 +278,11 @@ class StepGraph:
                 params=self._params,
                 metrics=metrics,
             )
-            tail.before_update(gradients, {}, info)
-            self._updater.update(gradients, given.rates, given.number)
-            return tail.after_update(engine, gradients, {}, info)
+
+            def apply() -> None:
+                self._updater.update(gradients, given.rates, given.number)
+
+            return tail.run(engine, gradients, {}, info, apply)
 
 
 def filled(value: Scalar, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -38,19 +38,27 @@ class Tail:
     updates: tuple[tuple[str, UpdateHook], ...]
     users: tuple[str, ...] = ()
 
-    def before_update(
-        self, grads: Gradients, states: dict[str, Any], info: Info, drawing: Drawing = nullcontext
-    ) -> Mapping[str, Any] | None:
-        """Run the hooks on gradients. A failure has changed no parameter.
+    def run(
+        self,
+        engine: Engine,
+        grads: Gradients,
+        states: dict[str, Any],
+        info: Info,
+        apply: Callable[[], None],
+        drawing: Drawing = nullcontext,
+    ) -> Any:
+        """Run the hooks on gradients, the update, and the hooks after it.
 
         Args:
+            engine: handed to the hooks after the update.
             grads: averaged over ranks.
             states: the states of transforms by name, updated in place.
             info: the call, as hooks see it.
-            drawing: a context for the hooks, which may draw random numbers.
+            apply: updates the parameters. An error before it has changed none.
+            drawing: a context for hooks, which may draw random numbers.
 
         Returns:
-            The states before, if the user's have to stay when the update is left out.
+            1 if the update was left out, 0 if not, None if no transform and no check may leave one out.
         """
         # containers anew: a hook may write to its own
         before = tree.map(lambda leaf: leaf, states) if self.skips and self.users and states else None
@@ -59,41 +67,21 @@ class Tail:
         if self.gradients:
             with drawing():
                 for name, hook in self.gradients:
-                    own = hook.on_gradients(grads, states.get(name), info)
-                    if own is not None or name in states:
-                        keep_state(states, name, own)
+                    _keep_next(states, name, hook.on_gradients(grads, states.get(name), info))
         if self.skips and self.users:  # what they return may not be finite either
             grads.skip_where_nonfinite()
-        return before
-
-    def after_update(
-        self,
-        engine: Engine,
-        grads: Gradients,
-        states: dict[str, Any],
-        info: Info,
-        drawing: Drawing = nullcontext,
-    ) -> Any:
-        """Run the hooks after the update.
-
-        Args:
-            engine: handed to the hooks.
-            grads, states, info, drawing: as for `before_update`.
-
-        Returns:
-            1 if the update was left out, 0 if not, None if no transform and no check may leave one out.
-        """
+        apply()
         skip = grads.skipped()
         if self.updates:
-            after_update = replace(info, skip=skip)
+            after = replace(info, skip=skip)
             with drawing():
                 for name, hook in self.updates:
-                    own = hook.on_update(engine, states.get(name), after_update)
-                    if own is not None or name in states:
-                        keep_state(states, name, own)
+                    _keep_next(states, name, hook.on_update(engine, states.get(name), after))
+        if before is not None:
+            self._stay_if_skipped(before, states, skip)
         return skip if self.skips else grads.skip
 
-    def stay_if_skipped(self, before: Mapping[str, Any], states: dict[str, Any], skip: torch.Tensor) -> None:
+    def _stay_if_skipped(self, before: Mapping[str, Any], states: dict[str, Any], skip: Any) -> None:
         """Give the user's transforms their states of before, if the update was left out.
 
         On a CPU that is known at once. On an accelerator tensors are chosen there, and a state that holds
@@ -113,6 +101,12 @@ class Tail:
                 states[name] = first if skip else last
             else:
                 states[name] = tree.map(lambda old, new: torch.where(skip.bool(), old, new), first, last)
+
+
+def _keep_next(states: dict[str, Any], name: str, own: Any) -> None:
+    """Keep what a hook returned, if it is the state of a transform that has one."""
+    if own is not None or name in states:
+        keep_state(states, name, own)
 
 
 def keep_state(transforms: dict[str, Any], name: str, state: Tree, of: str = "transform") -> None:

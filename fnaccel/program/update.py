@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fnaccel.data.micro_batches import MicroBatches
+from fnaccel.program.instance import Instance
 from fnaccel.program.lent_models import LentModels, lend
 from fnaccel.program.second_gradient import gradients_at
 from fnaccel.program.state_owner import StateOwner
@@ -41,13 +43,7 @@ def update(
         state, batch, given: of the call.
     """
     # Whether the call may go on: the state is live, the model is as it was built, the batch can be cut.
-    instance = owner.instance_of(state)
-    micro_batches = instance.begin(state, batch)
-    lent = None if given is None else lend(given, owner)
-    if state.step == 0:
-        check_first(micro_batches[0].data, lent)
-    if instance.lowered.part is not None:  # several ranks compute parts of each row
-        micro_batches = instance.lowered.parts_of(micro_batches)
+    instance, micro_batches, lent = begin(owner, check_first, state, batch, given)
     position = state.data if micro_batches.batch is None else micro_batches.batch.position
 
     # What is read of the state, which `commit` donates.
@@ -70,10 +66,22 @@ def update(
         # Hooks of GRADS, the optimizers, hooks of UPDATE. A captured step may have done all of it.
         enter("update")
         uncounted = is_uncounted(metrics["weight"])
-        if gradients is not None and uncounted is not True:
-            if updater.starts_later:
-                updater.hold(gradients)
+        if gradients is None or uncounted is True:
+            guard.commit()
+            metrics.update(reported)
+            if uncounted is True:
+                engine.drop_pass()
+        else:
+            updater.hold(gradients)
             gradients.uncounted = uncounted if isinstance(uncounted, torch.Tensor) else None
+            if owner.mesh.world.rank == 0:
+                updater.warn_of_absent(gradients.shards, updates)
+
+            def apply() -> None:
+                guard.commit()  # the state is dead from here on
+                metrics.update(updater.apply(gradients, rates, updates, reported))
+                engine.clear()
+
             info = Info(
                 step=step,
                 updates=updates,
@@ -82,21 +90,9 @@ def update(
                 gradients_at=functools.partial(gradients_at, instance, micro_batches, inputs, gradients),
             )
             drawing = functools.partial(instance.drawing, state.rng.root, step)
-            before = tail.before_update(gradients, transforms, info, drawing)
-            if owner.mesh.world.rank == 0:
-                updater.warn_of_absent(gradients.shards, updates)
-            guard.commit()  # the state is dead from here on
-            metrics.update(updater.apply(gradients, rates, updates, reported))
-            engine.clear()
-            skip = tail.after_update(engine, gradients, transforms, info, drawing)
-            if before is not None:
+            skip = tail.run(engine, gradients, transforms, info, apply, drawing)
+            if tail.skips and tail.users:
                 guard.check_own()
-                tail.stay_if_skipped(before, transforms, skip)
-        else:
-            guard.commit()
-            metrics.update(reported)
-            if uncounted is True:
-                engine.drop_pass()
 
         # The next state.
         instance.complete(step, scale, skip, uncounted, metrics, transforms)
@@ -112,6 +108,24 @@ def update(
         lease(next_state, owner.lease)
         instance.moved = True
     return next_state, checked(metrics, uncounted)
+
+
+def begin(
+    owner: StateOwner,
+    check_first: Callable[[Tree, LentModels | None], None],
+    state: TrainState,
+    batch: Tree,
+    given: Mapping[str, TrainState] | None,
+) -> tuple[Instance, MicroBatches, LentModels | None]:
+    """What updates the state, the micro-batches of this rank, and what is lent, of the call's arguments."""
+    instance = owner.instance_of(state)
+    micro_batches = instance.begin(state, batch)
+    lent = None if given is None else lend(given, owner)
+    if state.step == 0:
+        check_first(micro_batches[0].data, lent)
+    if instance.lowered.part is not None:  # several ranks compute parts of each row
+        micro_batches = instance.lowered.parts_of(micro_batches)
+    return instance, micro_batches, lent
 
 
 def _counted(updates: Scalar, uncounted: Scalar | None, skip: Scalar | None) -> Any:

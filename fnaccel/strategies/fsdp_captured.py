@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.engine.capture import Opened
+from fnaccel.engine.engine import Opened
 from fnaccel.extend import Build, Built, Capture, Cut, Engine, Forward, Layout, Leaf
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_regather import GatheredShards, gathered_shards, zero3_pass

@@ -8,8 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel.engine.capture import Capture
-from fnaccel.engine.engine import Engine, Forward, Hooks, Layout, Runtime
+from fnaccel.engine.engine import Capture, Engine, Forward, Hooks, Layout, Runtime
 from fnaccel.errors import CapabilityError
 from fnaccel.models.building import Built, construct
 from fnaccel.models.parameter import memory_of

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import _torch
-from fnaccel.engine.capture import Capture
-from fnaccel.engine.engine import Hooks
+from fnaccel.engine.engine import Capture, Hooks
 from fnaccel.errors import CapabilityError
 from fnaccel.models.building import Built
 from fnaccel.models.parameter import Leaf

@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from fnaccel.track.plain import leaves_of, number_of
+from fnaccel.world.host_copy import HostCopy
 
 
 @attrs.define
@@ -21,16 +22,14 @@ class Row:
         values: floats, and what is no number as it was given. 0.0 for the numbers that have not arrived yet.
         options: what `put` was given for the trackers.
         coming: the names of the numbers that have not arrived yet.
-        host: their copies.
-        event: the event that completes the copies.
+        copies: of them.
     """
 
     step: int
     values: dict[str, Any]
     options: Any = None
     coming: tuple[str, ...] = ()
-    host: torch.Tensor | None = None
-    event: Any = None
+    copies: HostCopy | None = None
 
 
 class Fetcher:
@@ -75,12 +74,10 @@ class Fetcher:
         """The rows whose copies are complete, in order. All rows if `wait`."""
         while self._waiting:
             row = self._waiting[0]
-            if row.host is not None:
-                if not row.event.query():
-                    if not wait and len(self._waiting) <= self._depth:
-                        return
-                    row.event.synchronize()
-                row.values.update(zip(row.coming, row.host.tolist(), strict=True))
+            if row.copies is not None:
+                if not wait and len(self._waiting) <= self._depth and not row.copies.arrived:
+                    return
+                row.values.update(zip(row.coming, row.copies.read().tolist(), strict=True))
             self._waiting.popleft()
             yield row
 
@@ -90,8 +87,4 @@ def _row(step: int, values: dict[str, Any], options: Any, tensors: Mapping[str, 
         return Row(step, values, options)
     device = next(iter(tensors.values())).device
     packed = torch.stack([tensor.to(device, torch.float32) for tensor in tensors.values()])
-    host = torch.empty_like(packed, device="cpu", pin_memory=True)
-    host.copy_(packed, non_blocking=True)
-    event = torch.Event(device.type)
-    event.record()
-    return Row(step, values, options, tuple(tensors), host, event)
+    return Row(step, values, options, tuple(tensors), HostCopy(packed))

@@ -95,8 +95,8 @@ MUTANTS = [
         "multiplier = _ratio(engine, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
     ),
     Mutant(
-        "rounds of a mean of means", "engine/passes.py", "engine, totals.weight, inputs.scale",
-        "engine, totals.weight * (1 if len(self._micro_batches) == 1 else 1.001), inputs.scale",
+        "rounds of a mean of means", "engine/passes.py", "multiplier = self._divisor.after_backward()",
+        "multiplier = self._divisor.after_backward() * (1 if len(self._micro_batches) == 1 else 1.001)",
         (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(
@@ -132,8 +132,14 @@ MUTANTS = [
         ("tests/laws/test_laws.py", "-k", "told_the_same"),
     ),
     Mutant(
-        "captured clip left out", "program/step_graph.py", "tail.before_update(gradients, {}, info)", "pass",
+        "hooks on captured gradients left out", "program/tail.py",
+        "_keep_next(states, name, hook.on_gradients(grads, states.get(name), info))", "pass",
         (COMPILED, "-k", "local-step-ragged"),
+    ),
+    Mutant(
+        "hooks on gradients left out", "program/tail.py",
+        "_keep_next(states, name, hook.on_gradients(grads, states.get(name), info))", "pass",
+        (MATRIX, "-k", "local-fp32-acc1-clip"),
     ),
     Mutant(
         "captured shards not averaged over ranks", "strategies/whole_leaves.py",

@@ -45,7 +45,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks see the gradient of the mean of ranks", "engine/passes.py",
-        "_ratio(engine, totals.weight) / engine.layout.mesh.loss_size", "_ratio(engine, totals.weight)",
+        "ratio / self._apart", "ratio",
         (TRAPS, "-k", "module and hooks and ddp-eager"),
     ),
     Mutant(
