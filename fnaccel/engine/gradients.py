@@ -120,6 +120,15 @@ class Gradients:
             self._raw = None if self._raw is None else self.norm()
             self.multiplier = None
 
+    def clamp(self, most: float) -> None:
+        """Clamp each element to at most `most` in size, in place."""
+        self.materialise()
+        present = self.present()
+        if present:  # a rank may hold no element of a small model
+            _torch.foreach_clamp_max_(present, most)
+            _torch.foreach_clamp_min_(present, -most)
+        self.changed()
+
     def changed(self) -> None:
         """Note that values were changed in place: a norm taken before no longer holds."""
         self._raw = None
@@ -167,6 +176,10 @@ class Gradients:
         self.shards = [made.get(leaf.name) for leaf in self._leaves]
         self.lent = False
         self.changed()
+
+    def with_copies(self, state: Tree, *shown: Tree) -> Tree:
+        """A state of a user's transform with copies of what it keeps of gradients and parameters."""
+        return with_copies(state, *shown)
 
 
 def with_copies(state: Tree, *shown: Tree) -> Tree:

@@ -12,6 +12,7 @@ import torch
 
 from fnaccel.engine.gradients import differences
 from fnaccel.errors import TreeMismatchError
+from fnaccel.tree import Tree
 
 
 # a plain class: compiled code makes it
@@ -58,6 +59,14 @@ class PureGradients:
     def skip_where_nonfinite(self) -> None:
         """Leave the update out if the norm is NaN or infinite."""
         self.skip_where(~torch.isfinite(self.norm()))
+
+    def skipped(self) -> torch.Tensor | None:
+        """1 if the update is left out, 0 if not. None if nothing may leave it out."""
+        return None if self.skip is None else self.skip.float()
+
+    def with_copies(self, state: Tree, *_: Tree) -> Tree:
+        """The state as it is: nothing writes to the values that it keeps."""
+        return state
 
     def by_name(self, *, kept: bool = False) -> dict[str, torch.Tensor]:  # noqa: ARG002 - they are values
         """The gradients by parameter name."""

@@ -65,7 +65,7 @@ class UserGradients:
                 fix="return two values: the gradients by name, and the transform's next state (or None)",
             )
         grads.replace(returned[0], self.name)
-        return with_copies(returned[1], given, info.params)
+        return grads.with_copies(returned[1], given, info.params)
 
 
 @attrs.frozen

@@ -31,10 +31,11 @@ from fnaccel.optim.pure_rules import PureOptimizers, with_number
 from fnaccel.optim.rules import wide
 from fnaccel.program.assemble import assemble
 from fnaccel.program.instance import Instance
-from fnaccel.program.lower import UserGradients, UserUpdate, lower
+from fnaccel.program.lower import UserUpdate, lower
 from fnaccel.program.pure_loss import PureLoss, Sums, cut_in_graph
 from fnaccel.program.pure_refusals import refuse
 from fnaccel.program.pure_values import as_number, copied, keep, no_row_counts, own_models, signed, unless
+from fnaccel.program.tail import change
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import Position, Seed, TrainState
 from fnaccel.step.spec import Spec
@@ -261,13 +262,8 @@ class PureUpdate:
         grads.scale_by(ratio(torch.ones_like(loss), sums.weight))
         if self._settings.skips:
             grads.skip_where_nonfinite()
-        for name, hook in self._tail.gradients:
-            if isinstance(hook, UserGradients):
-                returned, next_own = hook.fn(grads.by_name(), owns.get(name), info(grads.skip))
-                grads.replace(returned, name)
-                keep(owns, name, next_own)
-            else:
-                self._with_options(name, hook, options).purely(grads, info(grads.skip))
+        hooks = [(name, self._with_options(name, hook, options)) for name, hook in self._tail.gradients]
+        change(grads, hooks, owns, info(None), keep)
 
         skip = grads.skip
         old = [params[name] for name in self._trained]
@@ -284,7 +280,7 @@ class PureUpdate:
             else:
                 now, averages = {**sums.buffers, **params}, list(ema.values())
                 taken = [now[key] for key in ema]
-                averaged = self._with_options(name, hook, options).purely(averages, taken)
+                averaged = self._with_options(name, hook, options).next_averages(averages, taken)
                 ema = dict(zip(ema, unless(skip, averages, averaged), strict=True))
         for name in self._tail.users:
             if name in owns:

@@ -63,6 +63,6 @@ def _problem(spec: Spec, lowered: Lowered) -> tuple[str, str]:
                 "torch.func.grad(update.loss) is the gradient at any values",
             )
     for name, hook in (*lowered.tail.gradients, *lowered.tail.updates):
-        if not isinstance(hook, UserGradients | UserUpdate) and not hasattr(hook, "purely"):
+        if not isinstance(hook, UserGradients | UserUpdate) and not getattr(hook, "pure", False):
             return f"{name} changes tensors in place", "leave it out, or write it as a function: fa.Transform"
     return "", ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -66,8 +66,7 @@ class Tail:
             grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
         if self.gradients:
             with drawing():
-                for name, hook in self.gradients:
-                    _keep_next(states, name, hook.on_gradients(grads, states.get(name), info))
+                change(grads, self.gradients, states, info, keep_state)
         if self.skips and self.users:  # what they return may not be finite either
             grads.skip_where_nonfinite()
         apply()
@@ -76,7 +75,9 @@ class Tail:
             after = replace(info, skip=skip)
             with drawing():
                 for name, hook in self.updates:
-                    _keep_next(states, name, hook.on_update(engine, states.get(name), after))
+                    own = hook.on_update(engine, states.get(name), after)
+                    if own is not None or name in states:
+                        keep_state(states, name, own)
         if before is not None:
             self._stay_if_skipped(before, states, skip)
         return skip if self.skips else grads.skip
@@ -103,10 +104,26 @@ class Tail:
                 states[name] = tree.map(lambda old, new: torch.where(skip.bool(), old, new), first, last)
 
 
-def _keep_next(states: dict[str, Any], name: str, own: Any) -> None:
-    """Keep what a hook returned, if it is the state of a transform that has one."""
-    if own is not None or name in states:
-        keep_state(states, name, own)
+def change(
+    grads: Any,
+    hooks: Iterable[tuple[str, GradientHook]],
+    states: dict[str, Any],
+    info: Info,
+    keep: Callable[[dict[str, Any], str, Any], None],
+) -> None:
+    """Let hooks change the gradients of an update, eager, traced or pure.
+
+    Args:
+        grads: the gradients, `Gradients` or `PureGradients`.
+        hooks: in order, by name.
+        states: the states of transforms by name, updated in place.
+        info: the call, as hooks see it.
+        keep: `keep(states, name, state)` keeps the next state of a transform.
+    """
+    for name, hook in hooks:
+        own = hook.on_gradients(grads, states.get(name), info)
+        if own is not None or name in states:
+            keep(states, name, own)
 
 
 def keep_state(transforms: dict[str, Any], name: str, state: Tree, of: str = "transform") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import attrs
 import torch
@@ -25,6 +25,7 @@ Buffers = Literal["now", "average"]
 class Ema:
     """`ema = decay * ema + (1 - decay) * params` after each applied update."""
 
+    pure: ClassVar[bool] = True
     decay: float
     buffers: Buffers = "now"
 
@@ -50,7 +51,7 @@ class Ema:
             _torch.foreach_lerp_(averages, shards, [cast[average.dtype] for average in averages])
         return state
 
-    def purely(self, averages: list[torch.Tensor], params: list[torch.Tensor]) -> list[torch.Tensor]:
+    def next_averages(self, averages: list[torch.Tensor], params: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same as a function: the next averages of an update that is not left out."""
         pairs = zip(averages, params, strict=True)
         return [

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from fnaccel import _torch
 from fnaccel.errors import require
 from fnaccel.step.chain import takes_step
 from fnaccel.step.settings import Settings
@@ -16,7 +15,6 @@ from fnaccel.tree import Tree
 
 if TYPE_CHECKING:
     from fnaccel.engine.gradients import Gradients
-    from fnaccel.engine.pure_gradients import PureGradients
 
 _NEEDS = frozenset({Capability.GRADIENTS})
 
@@ -25,6 +23,7 @@ _NEEDS = frozenset({Capability.GRADIENTS})
 class ClipNorm:
     """Scale the gradient down to a Euclidean norm of at most `max_norm`."""
 
+    pure: ClassVar[bool] = True
     max_norm: float
 
     def configure(self, settings: Settings) -> Settings:
@@ -35,38 +34,22 @@ class ClipNorm:
         """Fold the clip into the one multiply of the update. Records `grad_norm`, before the clip."""
         norm = grads.norm()
         info.record("grad_norm", norm)
-        factor = norm.add(1e-6).reciprocal_()  # `number / tensor` does the same in three times the time
-        if self.max_norm != 1.0:
-            factor.mul_(self.max_norm)
-        grads.scale_by(factor.clamp_max_(1.0))
+        # `number / tensor` does the same in three times the time
+        grads.scale_by((norm.add(1e-6).reciprocal() * self.max_norm).clamp_max(1.0))
         return state
-
-    def purely(self, grads: PureGradients, info: Info) -> None:
-        """The same as a function, whose derivative by `max_norm` exists."""
-        norm = grads.norm()
-        info.record("grad_norm", norm)
-        grads.scale_by((self.max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 @attrs.frozen
 class ClipValue:
     """Clamp each element of the gradient to at most `max_value` in size."""
 
+    pure: ClassVar[bool] = True
     max_value: float
 
     def on_gradients(self, grads: Gradients, state: Tree, info: Info) -> Any:  # noqa: ARG002
-        """Clamp in place, after averaging and unscaling."""
-        grads.materialise()
-        shards = grads.present()
-        if shards:  # a rank may hold no element of a small model
-            _torch.foreach_clamp_max_(shards, self.max_value)
-            _torch.foreach_clamp_min_(shards, -self.max_value)
-        grads.changed()
-        return state
-
-    def purely(self, grads: PureGradients, info: Info) -> None:  # noqa: ARG002
-        """The same as a function."""
+        """Clamp after averaging and unscaling."""
         grads.clamp(self.max_value)
+        return state
 
 
 @takes_step

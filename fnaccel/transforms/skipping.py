@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
@@ -14,13 +14,13 @@ from fnaccel.tree import Tree
 
 if TYPE_CHECKING:
     from fnaccel.engine.gradients import Gradients
-    from fnaccel.engine.pure_gradients import PureGradients
 
 
 @attrs.frozen
 class SkipNonfinite:
     """Decide on the device, without a host read, whether the update is applied."""
 
+    pure: ClassVar[bool] = True
     max_skipped: int | None = 200
 
     def configure(self, settings: Settings) -> Settings:
@@ -31,10 +31,6 @@ class SkipNonfinite:
         """Mark the update as skipped if the gradient norm is not finite."""
         grads.skip_where_nonfinite()
         return state
-
-    def purely(self, grads: PureGradients, info: Info) -> None:  # noqa: ARG002
-        """The same as a function."""
-        grads.skip_where_nonfinite()
 
 
 @takes_step

@@ -133,12 +133,12 @@ MUTANTS = [
     ),
     Mutant(
         "hooks on captured gradients left out", "program/tail.py",
-        "_keep_next(states, name, hook.on_gradients(grads, states.get(name), info))", "pass",
+        "own = hook.on_gradients(grads, states.get(name), info)", "own = states.get(name)",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
         "hooks on gradients left out", "program/tail.py",
-        "_keep_next(states, name, hook.on_gradients(grads, states.get(name), info))", "pass",
+        "own = hook.on_gradients(grads, states.get(name), info)", "own = states.get(name)",
         (MATRIX, "-k", "local-fp32-acc1-clip"),
     ),
     Mutant(
