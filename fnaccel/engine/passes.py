@@ -231,9 +231,12 @@ class Passes:
         # a runtime may keep gradients to itself
         if engine.runtime.bound is None and (not grads or grads[0] is None):
             check_reached(grads, loss.where)
-        multiplier = self._divisor.after_backward()
-        if totals.is_bare:
+        divisor = self._divisor
+        if not divisor.waits:
+            totals.wait()
+        if totals.weighted is False:
             loss.check.count({*totals.rows, *engine.agreement.rows}, loss.where)
+        multiplier = multiplier_of(engine, totals.weight, self._inputs.scale, divisor.up_front, divisor.left)
         gradients = Gradients(layout.leaves, grads, multiplier, layout.held_by, layout.mesh.world.device)
         return Outcome(totals.finish(), gradients, None)
 
@@ -259,6 +262,7 @@ class Divisor:
         engine, loss, micro_batches, totals, inputs: of the update, as for `Passes`.
 
     Attributes:
+        waits: whether ranks wait for the weight before the backward pass.
         up_front: the factor of totals before backward: the loss scale, over a weight that is known by then.
         left: the factor that gradients lack but for the loss scale, if totals were divided before backward.
     """
@@ -267,12 +271,11 @@ class Divisor:
         self, engine: Engine, loss: Loss, micro_batches: MicroBatches, totals: Totals, inputs: Inputs
     ) -> None:
         self._engine, self._totals = engine, totals
-        self._scale = scale = inputs.scale
-        weight_fn, mesh = loss.weight_fn, engine.layout.mesh
-        self._waits = inputs.hooked and weight_fn is None and len(micro_batches) == 1
+        weight_fn, scale, mesh = loss.weight_fn, inputs.scale, engine.layout.mesh
+        self.waits = inputs.hooked and weight_fn is None and len(micro_batches) == 1
         # hooks of modules see the gradients that they would see on one rank
         self._apart = mesh.loss_size if inputs.hooked else 1
-        self.left = None if weight_fn is None and not self._waits else float(self._apart)
+        self.left = None if weight_fn is None and not self.waits else float(self._apart)
         self.up_front: Any = None
         if weight_fn is not None:
             totals.know_weights(
@@ -280,7 +283,7 @@ class Divisor:
             )
             ratio = self._ratio()
             self.up_front = ratio if scale is None else scale * ratio
-        elif self._waits:
+        elif self.waits:
             self.up_front = scale
         elif scale is not None and inputs.last_weight is not None:
             # the last global weight stands in for this one, so that a raw sum does not overflow fp16
@@ -288,16 +291,10 @@ class Divisor:
 
     def before_backward(self, total: torch.Tensor) -> torch.Tensor:
         """The total of a micro-batch as it is differentiated."""
-        if self._waits:
+        if self.waits:
             self._totals.wait()
             total = total * self._ratio()
         return total if self.up_front is None else total * self.up_front
-
-    def after_backward(self) -> Any:
-        """What the gradients still lack, once all ranks have sent their totals: see `multiplier_of`."""
-        if not self._waits:
-            self._totals.wait()
-        return multiplier_of(self._engine, self._totals.weight, self._scale, self.up_front, self.left)
 
     def _ratio(self) -> Any:
         ratio = _ratio(self._engine, self._totals.weight)

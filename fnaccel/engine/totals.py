@@ -60,7 +60,7 @@ class Totals:
 
     __slots__ = (
         "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_questions", "_sent", "_total",
-        "_weighted", "counts", "rows", "weight",
+        "counts", "rows", "weight", "weighted",
     )  # fmt: skip
 
     def __init__(
@@ -81,7 +81,7 @@ class Totals:
         self._sent: tuple[torch.Tensor, Any] | None = None
         self._dtype = torch.float32
         self._known: list[Any] | None = None
-        self._weighted: bool | None = None
+        self.weighted: bool | None = None
         self.rows: list[int] = []
         self.weight: Any = 0
         self.counts = True
@@ -99,11 +99,6 @@ class Totals:
         """The weight of a micro-batch if it was known before its forward, else 1."""
         return 1 if self._known is None else self._known[index]
 
-    @property
-    def is_bare(self) -> bool:
-        """Whether the losses have no weight, so that each micro-batch counts as 1."""
-        return self._weighted is False
-
     def take(self, parts: LossParts, rows: int) -> torch.Tensor:
         """Add one micro-batch, and return its total as it is differentiated.
 
@@ -114,9 +109,9 @@ class Totals:
             LossError: one micro-batch returned an `fa.Mean`, and another a bare loss.
         """
         if self._known is None:  # else the weights come from the batch, whatever the loss returns
-            if self._weighted is None:
-                self._weighted = parts.weighted
-            elif self._weighted is not parts.weighted:
+            if self.weighted is None:
+                self.weighted = parts.weighted
+            elif self.weighted is not parts.weighted:
                 raise mixed_kinds("micro-batch")
         weight = parts.weight if self._known is None else self._known[len(self.rows)]
         self.rows.append(rows)
@@ -151,7 +146,7 @@ class Totals:
         """Start the all-reduce of all totals, once. Nothing to do on a single rank."""
         if self._group is None or self._sent is not None:
             return
-        self._agreement.check(structure(self._aux, self._weighted), self._group, self.rows)
+        self._agreement.check(structure(self._aux, self.weighted), self._group, self.rows)
         weight = self.weight if self._known is None else 0.0
         vector = packed([self._total, weight, *self.numbers, *self._aux.values], self._device)
         self._sent = vector, dist.all_reduce(vector, group=self._group, async_op=True)

@@ -145,23 +145,12 @@ class Updater:
         whole = len(indices) == len(leaves)
         self._parts.append(_Part(rate, binding, tuple(indices), optimizer.lr, own, whole, optimizer.starts))
 
-    def apply(
-        self, grads: Gradients, rates: Sequence[Sequence[Any]], updates: Scalar, reported: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Update the parameters in place. Returns the rates as metrics.
-
-        Args:
-            grads: the gradient of this step. The kernels apply its multiplier and skip.
-            rates: the rates of each optimizer's groups.
-            updates: updates applied before this one: an int, or a tensor if they may be skipped.
-            reported: the rates as `rates` gave them. A runtime with schedules of its own replaces them.
-        """
-        self.update(grads, rates, self.number(updates))
-        if self._runtime_optimizer is not None:
-            reported.update(getattr(self._runtime_optimizer, "metrics", {}))
-            if self._keys != [None]:
-                reported.update({f"lr/{key}": reported["lr"] for key in self._keys})
-                del reported["lr"]
+    def of_runtime(self, reported: dict[str, Any]) -> dict[str, Any]:
+        """The rates as metrics, after an update by a runtime, which may have schedules of its own."""
+        reported = {**reported, **getattr(self._runtime_optimizer, "metrics", {})}
+        if self._keys != [None]:
+            lr = reported.pop("lr")
+            reported.update({f"lr/{key}": lr for key in self._keys})
         return reported
 
     def number(self, updates: Any) -> torch.Tensor:
@@ -198,23 +187,22 @@ class Updater:
             for each in rates
         ]
 
-    def hold(self, grads: Gradients) -> None:
-        """Drop the gradients of optimizers that start later, so that no norm counts them. After `rates`."""
+    def hold(self, grads: list[Any], updates: Scalar, *, warns: bool) -> None:
+        """Drop the gradients of optimizers that start later, so that no norm counts them. After `rates`.
+
+        Warns once of parameters that get a gradient in some updates only, if a bias correction counts all. In
+        the first update of a process second moments show which parameters had one before.
+
+        Args:
+            grads: by leaf, None if it got none. Changed in place.
+            updates: updates applied before this one.
+            warns: whether this rank warns.
+        """
         for part in self._parts:
             if part.waits:
                 for index in part.indices:
-                    grads.shards[index] = None
-
-    def warn_of_absent(self, grads: Sequence[Any], updates: Scalar) -> None:
-        """Warn once of parameters that get a gradient in some updates only, if a bias correction counts all.
-
-        In the first update of a process second moments show which parameters had one before.
-
-        Args:
-            grads: by leaf, None if it got none. After `rates`.
-            updates: updates applied before this one.
-        """
-        if not self._counted:
+                    grads[index] = None
+        if not (warns and self._counted):
             return
         before = self._absent
         self._absent = absent = set() if all(map(_exists, grads)) else self._without_gradient(grads)
@@ -273,7 +261,13 @@ class Updater:
         return {index for index, own in slots.items() if not any(_moved(own[key]) for key in own)}
 
     def update(self, grads: Gradients, rates: Sequence[Sequence[Any]], number: torch.Tensor) -> None:
-        """Update the parameters in place."""
+        """Update the parameters in place.
+
+        Args:
+            grads: the gradient of this step. The kernels apply its multiplier and skip.
+            rates: the rates of each optimizer's groups.
+            number: of this update, as `number` makes it.
+        """
         for part, each in zip(self._parts, rates, strict=True):
             if part.waits:
                 continue

@@ -288,8 +288,8 @@ class CapturedPasses:
             step.loss.check.count({*self._rows, *step.engine.agreement.rows}, step.loss.where)
         metrics = {**out.metrics, **aux.finish(step.group, device)}
         if out.grads is None:
-            if step.engine.layout.mesh.world.is_main:
-                step.updater.warn_of_absent([was or None for was in out.reached], self._inputs.updates)
+            warns, reached = step.engine.layout.mesh.world.rank == 0, [was or None for was in out.reached]
+            step.updater.hold(reached, self._inputs.updates, warns=warns)
             return Outcome(metrics, None, out.skip)
         layout = step.engine.layout
         gradients = Gradients(layout.leaves, apart(out.grads), out.multiplier, layout.held_by, device)

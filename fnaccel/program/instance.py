@@ -70,6 +70,7 @@ class Instance:
         where: the name of the train step, for messages.
         engine, updater, params: the model, its optimizers, and its parameters as states show them.
         captured: whether the step is compiled as a whole.
+        own_hooks: whether all hooks after the gradients are the library's own.
         passes: `passes(micro_batches, totals, inputs)` are the passes of one update, for `drive`.
         streams: the random streams that are seeded for each micro-batch.
         position: compares the positions of batches between ranks, or None.
@@ -121,8 +122,8 @@ class Instance:
         self.meter = None if lowered.settings.compiler is None else Meter(lowered.settings.compiler, where)
         # in the graph, updates go to the tensors that gradients are taken of: no second name for them
         optimizers = spec.optimizers or {}
-        self._own_hooks = lowered.own_hooks
-        inside = capture is not None and self._own_hooks and traceable(optimizers)
+        self.own_hooks = lowered.own_hooks
+        inside = capture is not None and self.own_hooks and traceable(optimizers)
         updated = capture.leaves if capture is not None and inside else leaves
         bound = engine.runtime.bound
         self.updater = Updater(
@@ -224,8 +225,10 @@ class Instance:
                 "weight": torch.ones((), device=device),
             }
         updates: Any = torch.zeros((), device=device) if self.lowered.settings.skips else 0
-        with self.drawing(seed, 0):
-            transforms = {name: init(self.engine.layout.parameters) for name, init in self.lowered.inits}
+        transforms: dict[str, Tree] = {}
+        if self.lowered.inits:
+            with self.drawing(seed, 0):
+                transforms = {name: init(self.engine.layout.parameters) for name, init in self.lowered.inits}
         if self.engine.hooks.init is not None:
             transforms[self.engine.name] = self.engine.hooks.init()
         if self.engine.hooks.end is not None:
@@ -304,8 +307,6 @@ class Instance:
 
     def drawing(self, root: int, step: int) -> contextlib.AbstractContextManager[None]:
         """A context in which hooks of the user draw random numbers that are equal on all ranks."""
-        if self._own_hooks:  # the library's own draw nothing
-            return contextlib.nullcontext()
         world = self.engine.layout.mesh.world
         seed = None if self.spec.rng == "stream" else root
         return drawing(seed, step, generators_of(world.device), world.size, sharded=self.sharded)

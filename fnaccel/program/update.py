@@ -72,14 +72,13 @@ def update(
             if uncounted is True:
                 engine.drop_pass()
         else:
-            updater.hold(gradients)
+            updater.hold(gradients.shards, updates, warns=owner.mesh.world.rank == 0)
             gradients.uncounted = uncounted if isinstance(uncounted, torch.Tensor) else None
-            if owner.mesh.world.rank == 0:
-                updater.warn_of_absent(gradients.shards, updates)
 
             def apply() -> None:
                 guard.commit()  # the state is dead from here on
-                metrics.update(updater.apply(gradients, rates, updates, reported))
+                updater.update(gradients, rates, updater.number(updates))
+                metrics.update(reported if engine.runtime.bound is None else updater.of_runtime(reported))
                 engine.clear()
 
             info = Info(
@@ -90,6 +89,8 @@ def update(
                 gradients_at=functools.partial(gradients_at, instance, micro_batches, inputs, gradients),
             )
             drawing = functools.partial(instance.drawing, state.rng.root, step)
+            if instance.own_hooks:
+                drawing = contextlib.nullcontext  # the library's own draw nothing
             skip = tail.run(engine, gradients, transforms, info, apply, drawing)
             if tail.skips and tail.users:
                 guard.check_own()

@@ -34,6 +34,7 @@ def start(folder, monkeypatch, *options, arrows=True):
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_arrow_keys(folder, monkeypatch):
     terminal = start(folder, monkeypatch)

@@ -106,6 +106,7 @@ def test_a_step_that_is_not_this_checkpoint_s(capsys, tmp_path):
         assert main([*map(str, (command, path, *target)), "--step", "3"]) == 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here: a full disk is not tried")
 def test_output_to_a_full_disk():
     with FULL.open("w") as full:
@@ -116,6 +117,7 @@ def test_output_to_a_full_disk():
             assert len(found.stderr.splitlines()) == 3
 
 
+@pytest.mark.long
 def test_a_reader_that_goes_away():
     reading, writing = os.pipe()
     os.close(reading)

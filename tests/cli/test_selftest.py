@@ -22,6 +22,7 @@ pytestmark = pytest.mark.launcher
 TWO = Ranks(processes=2, cpu=True)
 
 
+@pytest.mark.long
 def test_all_checks_of_two_ranks(capsys):
     code = main(["test", "-n", "2", "--cpu", "--strategies", "ddp, fsdp, tensor(2), context(2)", "--json"])
     rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}

@@ -63,6 +63,7 @@ def test_help_shows_the_options_of_its_command(words, capsys):
     assert parsers()[words].format_help() == capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_script_has_a_help_of_its_own(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint('arguments', sys.argv[1:])\n")

@@ -107,7 +107,7 @@ def nothing_for_five(samples):
     return None if any(len(sample) == 6 for sample in samples) else as_record(samples)
 
 
-@pytest.mark.long_except("1")
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 1])
 def test_none_of_a_collate_function_raises_by_name(pools, workers):
     with pytest.raises(errors.LoaderError, match=r"returned None for the samples 4, 5") as caught:

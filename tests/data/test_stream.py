@@ -33,6 +33,7 @@ def stream(n, batch_size, **options):
     return torch_data.DataLoader(Counting(n), batch_size=batch_size, **options)
 
 
+@pytest.mark.long
 @given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 4), REMAINDERS, st.booleans())
 def test_every_row_is_used_and_ranks_keep_step(n, batch_size, ranks, remainder, per_rank):
     shards = shard(stream(n, batch_size), remainder=remainder, per_rank=per_rank)

@@ -57,7 +57,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.long_except(r"1-(local|fsdp)-.*GPT'>-{}|2-fsdp-.*bf16|4-hsdp.*Llama")
+@pytest.mark.long_except(r"1-local-.*GPT'>-{}|2-fsdp-.*bf16|4-hsdp.*Llama")
 @pytest.mark.parametrize(("ranks", "strategy", "model", "options"), ROWS, ids=str)
 def test_it_is_what_the_largest_rank_holds(pools, ranks, strategy, model, options):
     step, optimizer = step_of(**options), fa.adamw(1e-3)
@@ -247,6 +247,7 @@ class Choosing(nn.Module):
         return self.head(self.embed(tokens)) + tokens.nonzero().float().mean()
 
 
+@pytest.mark.long
 def test_models_that_can_not_be_shortened_or_traced():
     def estimated(model):
         return fa.estimate.training(

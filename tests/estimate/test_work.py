@@ -86,6 +86,7 @@ def test_collectives_of_a_step(pools, ranks, strategy, model, options):
             assert found_sizes[kind] == pytest.approx(size - own, rel=0.01, abs=16), kind
 
 
+@pytest.mark.long_except(r"^(ddp|fsdp)")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "hsdp(2, 2)"])
 def test_a_plan_counts_the_same(strategy):
     """`fnaccel plan` has no batch to run: its collectives are formulas."""
@@ -97,7 +98,7 @@ def test_a_plan_counts_the_same(strategy):
     assert (work.counts, work.sizes) == (counts, sizes)
 
 
-@pytest.mark.long_except(r"^{}")
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"accumulate": 4}], ids=str)
 def test_operations_of_blocks_that_are_not_traced(options):
     def run(blocks):

@@ -208,6 +208,7 @@ def sharded(directory, layout, flat):
     return whole, {p: x.full_tensor() for p, x in moments_of(net, optimizer).items()}
 
 
+@pytest.mark.long_except("True")
 @pytest.mark.parametrize("flat", [False, True])
 def test_shards_of_fsdp(pools, tmp_path, flat):
     wanted, moments = pools.run(2, sharded, tmp_path / "state", "fsdp", flat)[0]

@@ -84,6 +84,7 @@ def copied(name, layout, source):
     return step.look(state, logits, IDS)
 
 
+@pytest.mark.long_except("gpt2")
 @pytest.mark.parametrize("name", MODELS)
 def test_what_transformers_saved(pools, tmp_path, name):
     torch.manual_seed(5)

@@ -75,7 +75,7 @@ def compiled(part, layout, directory):
     return wanted, None if names is None else list(names)
 
 
-@pytest.mark.long_except(r"block.*local")
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [("local()", 1), ("fsdp()", 2)], ids=str)
 @pytest.mark.parametrize("part", ["model", "block"])
 def test_a_model_that_the_user_compiled_has_the_names_of_the_plain_one(pools, tmp_path, part, layout):

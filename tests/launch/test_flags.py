@@ -44,6 +44,7 @@ def test_without_flags_it_is_ddp(launcher):
     assert "from the launcher" not in ended.out
 
 
+@pytest.mark.long
 def test_a_contradiction_ends_all_ranks_with_both_values(launcher):
     text = script("fa.with_precision(loss_fn, 'fp16')", ", 'ddp'")
     ended = launcher("-n", 2, "--cpu", "--precision", "bf16", launcher.write(text))

@@ -78,6 +78,7 @@ def test_one_that_fails_before_the_others_have_found_it(launcher):
     assert ended[0].out == "met\n"
 
 
+@pytest.mark.long
 def test_a_signal_to_one_launcher_saves_on_all(launcher):
     started = train(launcher, {"0": [1, 2, WAIT]})
     launcher.wait_for("ready")

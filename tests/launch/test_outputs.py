@@ -26,6 +26,7 @@ FAILS = """
 """
 
 
+@pytest.mark.long
 def test_tee_writes_each_rank_to_a_file_and_shows_it(launcher):
     ended = launcher("-n", 2, "--cpu", "--tee", "logs", launcher.write(FAILS))
     assert ended.code == 1
@@ -69,6 +70,7 @@ def test_tee_does_not_wait_for_a_process_that_a_rank_left(launcher):
     os.kill(int(ended.out), 9)
 
 
+@pytest.mark.long
 def test_tee_says_that_a_folder_cannot_be_made(launcher):
     (launcher.folder / "logs").write_text("a file")
     ended = launcher("--cpu", "--tee", "logs", launcher.write("pass"))
@@ -135,6 +137,7 @@ def test_each_flag_that_changes_torch_trains_the_same(launcher, flags, variables
         assert ended.err.count("DETAIL is set to INFO") == 1
 
 
+@pytest.mark.long
 def test_a_program_that_is_not_python(launcher):
     path = launcher.folder / launcher.write(
         '#!/bin/sh\necho "$RANK of $WORLD_SIZE: $1"\nexit $RANK\n', "go.sh"

@@ -31,6 +31,7 @@ def test_a_recipe_is_launched_by_its_file_alone(launcher):
     assert ended.err.count("fnaccel.yaml") == 1
 
 
+@pytest.mark.long
 def test_a_launch_says_once_that_the_variable_is_used(launcher):
     chosen = {"FNACCEL_SET": "launch.ranks=2 launch.cpu=true strategy=ddp run.steps=9"}
     ended = launcher("--set", "run.steps=4", launcher.write(TRAIN), env=chosen)

@@ -124,7 +124,7 @@ def test_an_error_leaves_no_rank_out(launcher):
     assert (ended.code, done[0]) == (0, 2), ended.err
 
 
-@pytest.mark.long_except("15")
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
 def test_a_signal_to_the_launcher_saves_and_ends_with_75(launcher, undisturbed, number, ranks):
     script = launcher.write(TRAIN)

@@ -334,7 +334,7 @@ def test_a_rank_that_never_comes_is_named(run, absent):
             assert f"rank {absent} did not come to fa.start within 2 s" in outcome.what
 
 
-@pytest.mark.long_except("1")
+@pytest.mark.long
 @pytest.mark.parametrize("early", [0, 1])
 def test_the_launcher_names_a_rank_that_exits_before_start(launcher, early):
     script = launcher.write(f"""

@@ -219,7 +219,7 @@ ALONE = """
 """
 
 
-@pytest.mark.long_except(r"^0-only sleeps")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limit", "what", "listeners"), [(0.5, "trains", 1), (0.5, "only sleeps", 1), (0, "only sleeps", 0)]
 )

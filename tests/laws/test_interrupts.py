@@ -16,7 +16,7 @@ from tests.laws.interrupts import Interrupter, interrupt_many
 STRIDE = 13
 
 
-@pytest.mark.long_except(r"-1-")
+@pytest.mark.long_except(r"(local|ddp)-1-")
 @pytest.mark.parametrize(
     ("kind", "ranks", "stride"),
     [("local", 1, 5), ("ddp", 1, STRIDE), ("fsdp", 1, STRIDE), ("ddp", 2, 41)],
@@ -62,7 +62,7 @@ def test_law_15_holds_for_calls_that_change_the_model_for_a_while(pools, call, s
     assert call.startswith("init") or "dead" not in {outcome.kind for outcome in outcomes}
 
 
-@pytest.mark.long_except(r"evaluate")
+@pytest.mark.long
 @pytest.mark.parametrize(("call", "stride"), [("evaluate(ema=True)", 13), ("export_hf(ema=True)", 53)])
 def test_an_error_that_nothing_holds_back_leaves_no_mixed_values(pools, call, stride):
     """The handler of a SIGALRM raises at any line, also while parameters and averages are exchanged."""

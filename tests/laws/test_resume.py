@@ -32,6 +32,7 @@ def cases(draw):
     return ranks, case
 
 
+@pytest.mark.long
 @settings(max_examples=4)
 @given(drawn=cases(), cuts=st.lists(st.integers(1, 12), min_size=1, max_size=2, unique=True))
 def test_a_cut_changes_no_bit(pools, tmp_path_factory, drawn, cuts):

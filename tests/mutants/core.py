@@ -95,8 +95,8 @@ MUTANTS = [
         "multiplier = _ratio(engine, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
     ),
     Mutant(
-        "rounds of a mean of means", "engine/passes.py", "multiplier = self._divisor.after_backward()",
-        "multiplier = self._divisor.after_backward() * (1 if len(self._micro_batches) == 1 else 1.001)",
+        "rounds of a mean of means", "engine/passes.py", "multiplier = multiplier_of(engine, totals.weight,",
+        "multiplier = multiplier_of(engine, totals.weight * (1 if len(self._micro_batches) == 1 else 1.001),",
         (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(
@@ -393,7 +393,7 @@ MUTANTS = [
         ("tests/engine/test_weights.py", "-k", "weight_of_zero"),
     ),
     Mutant(
-        "losses of two kinds are added up", "engine/totals.py", "self._weighted is not parts.weighted", "False",
+        "losses of two kinds are added up", "engine/totals.py", "self.weighted is not parts.weighted", "False",
         ("tests/engine/test_weights.py", "-k", "micro_batches_raise"),
     ),
     Mutant(

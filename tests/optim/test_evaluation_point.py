@@ -73,6 +73,7 @@ def whole_values(model):
     return {key: value.detach().clone() for key, value in model.named_parameters()}
 
 
+@pytest.mark.long_except(r"^(?!sgd-fsdp)")
 @pytest.mark.parametrize(("strategy", "ranks"), [("local", 1), ("ddp", 2), ("fsdp", 2)])
 @pytest.mark.parametrize("name", CLASSES)
 def test_evaluate_look_and_export_are_where_the_optimizer_evaluates(pools, tmp_path, strategy, ranks, name):

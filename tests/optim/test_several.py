@@ -82,6 +82,7 @@ def test_muon_works_on_whole_matrices_under_fsdp(pools, ranks, tmp_path):
             torch.testing.assert_close(value, expected[name], atol=2e-3, rtol=0)
 
 
+@pytest.mark.long_except("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_of_the_librarys_own_are_captured_and_restored(pools, strategy, tmp_path):
     optimizer = fa.optim.optimizer_groups(

@@ -50,6 +50,7 @@ def test_an_error_before_the_update_leaves_the_state_alive(loss, error, text):
     assert all(torch.equal(value, before[name]) for name, value in whole_params(state).items())
 
 
+@pytest.mark.long
 def test_shapes_that_keep_changing_are_named():
     step = fa.compile(loss_fn, "step", backend="aot_eager", dynamic=False, limit=2)
     train_step = program(step)

@@ -42,7 +42,7 @@ def _row(strategy, scope, kind):
 
 
 @pytest.mark.long_except(
-    r"local-step-(ragged|fp16|own|models)|(local|ddp|fsdp)-(block|step)-plain|local-loss-plain"
+    r"local-step-(ragged|fp16|own)$|(local|ddp|fsdp)-(block|step)-plain|local-loss-plain"
 )
 @pytest.mark.parametrize(("strategy", "scope", "kind"), [_row(*case) for case in CASES])
 def test_compiled_equals_eager(pools, strategy, scope, kind):
@@ -84,7 +84,7 @@ def test_a_parameter_without_a_gradient_is_an_error_on_several_ranks(pools):
         pools.run(2, run_kind, "spare", "ddp", "step")
 
 
-@pytest.mark.long_except("ddp")
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_parameter_that_one_rank_uses_is_trained_on_all(pools, strategy):
     expected = pools.run(2, run_kind, "some", "ddp(unused_parameters=True)", None)

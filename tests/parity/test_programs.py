@@ -41,7 +41,7 @@ WAYS = {
 PURE = ("rates", "hypergradients", "one-graph")
 VALUES = ("maml", "private", "variance", "hessian", "gauss-newton")
 SHORT = ("local", "fsdp")
-SHORT_TOO = {("maml", "local-captured"), ("sharpness", "local-captured"), ("learned-rate", "ddp")}
+SHORT_TOO = {("sharpness", "local-captured"), ("learned-rate", "ddp")}
 LONG = {("one-graph", "local")}  # it compiles four updates
 LEFT_OUT = {
     "tensor": ("gan", "layout"),  # which would need a plan of their own

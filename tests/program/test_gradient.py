@@ -85,7 +85,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(w, marks=[pytest.mark.long] if w == "fsdp-captured" else []) for w in WAYS]
+    "way", [pytest.param(w, marks=[pytest.mark.long] if "captured" in w else []) for w in WAYS]
 )
 def test_the_gradient_is_that_of_one_process_and_moves_nothing(pools, way):
     ranks, strategy, change = WAYS[way]

@@ -29,6 +29,7 @@ def ends(lines):
     return [line.partition(" ")[2].partition(" ")[2] for line in lines]  # without the time
 
 
+@pytest.mark.long
 def test_without_a_level_it_is_a_plain_logger():
     assert printed('log = fa.seeing.get_logger("a"); log.info("low"); log.warning("high")') == ["high"]
 

@@ -117,7 +117,7 @@ def test_a_mask_for_each_row_is_that_of_one_process(pools, ranks, strategy, micr
 @pytest.mark.parametrize(
     ("ranks", "strategy", "micro_batches", "scope"),
     [
-        (1, "local", 1, "step"),
+        pytest.param(1, "local", 1, "step", marks=pytest.mark.long),
         pytest.param(1, "local", 2, "step", marks=pytest.mark.long),
         (1, "local", 1, "loss"),
         pytest.param(2, "fsdp", 1, "step", marks=pytest.mark.long),

@@ -136,7 +136,7 @@ def test_a_loss_with_given_parameters_is_right_or_refused(pools, strategy, name)
             assert strategy != "fsdp" or name not in REFUSED
 
 
-@pytest.mark.long_except("halved")
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["halved", "given_itself"])
 def test_a_captured_step_takes_given_parameters(pools, name):
     (expected,) = pools.run(1, trained, fa.local(), name)

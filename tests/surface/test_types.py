@@ -29,6 +29,7 @@ from tests.surface.scripts import MISTAKES, RIGHT, WRONG, errors
 from tests.surface.structure import PACKAGE
 
 
+@pytest.mark.long
 def test_a_right_script_has_no_error_and_each_mistake_is_one(tmp_path):
     right, wrong = errors([RIGHT, WRONG], tmp_path, sys.executable, sources=PACKAGE.parent)
     assert right == []

@@ -101,6 +101,7 @@ def test_all_stands_for_those_that_are_installed(monkeypatch):
     assert not Path("runs").exists(), "there is a JsonlTracker already"
 
 
+@pytest.mark.long
 def test_those_installed_are_found_without_an_import():
     code = "import sys, fnaccel.track as t; print(t.installed(), {'wandb', 'tensorboard'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

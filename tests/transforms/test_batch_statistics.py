@@ -180,7 +180,7 @@ def _folder():
     return tempfile.mkdtemp()
 
 
-@pytest.mark.long_except(r"eager|^fsdp")
+@pytest.mark.long_except("eager")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_ranks_hold_the_first_rank_s_buffers(pools, strategy, compiled):

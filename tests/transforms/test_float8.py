@@ -282,6 +282,7 @@ def test_paths_fold():
     assert folded(["a.3"]) == "a.3"
 
 
+@pytest.mark.long
 def test_compiled_equals_eager(world):
     x, y = digits()
     losses = []

@@ -97,7 +97,7 @@ WAYS = {
 }
 
 
-@pytest.mark.long_except(r"^(?!captured-(tokens|dropping|scalar))")
+@pytest.mark.long_except(r"^(?!captured-)")
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_a_loop_over_rows(pools, way, name):
@@ -229,6 +229,7 @@ def by_key(strategy, change=None):
     return losses, whole_params(state)
 
 
+@pytest.mark.long
 def test_a_row_has_its_own_key(pools):
     torch.manual_seed(0)
     model = Net()

@@ -65,7 +65,7 @@ def test_what_is_kept_is_not_computed_again(pools, strategy, ranks):
             assert found == counts, save
 
 
-@pytest.mark.long_except("attention-block")
+@pytest.mark.long
 @pytest.mark.parametrize("scope", ["block", "loss"])
 @pytest.mark.parametrize("save", ["attention", "matmuls"])
 def test_compiled_blocks(pools, scope, save):

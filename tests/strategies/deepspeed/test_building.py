@@ -46,6 +46,7 @@ def build(folder, caplog):
         return False
 
 
+@pytest.mark.long
 def test_one_line_before_the_first_build_only(folder, caplog):
     assert not build(folder, caplog)
     assert lines(caplog) == [f"compiling shm_comm, once, about 100 s: {folder}"]

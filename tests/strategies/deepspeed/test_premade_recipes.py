@@ -8,7 +8,7 @@ from tests.config.premade import some_updates
 from tests.config.test_premade_recipes import DEEPSPEED
 
 
-@pytest.mark.long_except("zero3$")
+@pytest.mark.long
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_a_recipe_trains(pools, name):
     (losses, plan, _), second = pools.run(2, some_updates, name, {}, "")

@@ -164,7 +164,7 @@ def saved(strategy, folder, optimizer, like=None, steps=2):
     return whole_params(state), *(fa.tree.map_tensors(whole, dict(part)) for part in (state.opt, state.ema))
 
 
-@pytest.mark.long_except("sequence-local")
+@pytest.mark.long
 @pytest.mark.parametrize("other", ["local()", "ddp(2)", "fsdp(3)", "fsdp(2) * tensor(2)", "tensor(2)"])
 @pytest.mark.parametrize("source", ["fsdp", "sequence", "ddp"])
 def test_checkpoints_go_to_any_layout_and_back(pools, tmp_path, other, source):
@@ -187,6 +187,7 @@ def test_checkpoints_go_to_any_layout_and_back(pools, tmp_path, other, source):
         assert fa.tree.allclose(found, before, rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_each_piece_is_written_once(pools, tmp_path):
     """Packed matrices are several blocks of one file."""
     pools.run(4, saved, fa.fsdp(2) * one(2), tmp_path, fa.adamw(0.01))
