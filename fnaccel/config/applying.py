@@ -20,12 +20,13 @@ from fnaccel.loop.tracking import Tracking
 from fnaccel.optim import Optimizer, OptimizerGroups, schedules
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.train_step import TrainStep, train_step
+from fnaccel.seeing.logging import set_level
 from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
 from fnaccel.strategies.distribute import Model
 from fnaccel.track.registry import find as find_tracker
 from fnaccel.transforms.from_fields import KINDS, OPTIONS, transforms_of
-from fnaccel.world import flags, log_level
+from fnaccel.world import flags
 from fnaccel.world.world import World
 
 _OPTIMIZERS = ("sgd", "adam", "adamw", "adafactor", "from_deepspeed")
@@ -60,7 +61,7 @@ def recipe(default: Recipe | str | None = None) -> Recipe:
     base = from_yaml(default) if isinstance(default, str) else default or Recipe()
     chosen = override(base, flags.take_for_recipe(), "the overrides of fa.config.recipe")
     if chosen.tracking.level is not None:
-        log_level.set_level(chosen.tracking.level)
+        set_level(chosen.tracking.level)
     return chosen
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import ArgumentError, MissingBackendError, install_line
 from fnaccel.world.environment import find_ranks
-from fnaccel.world.log_level import as_level, get_level
 from fnaccel.world.world import current
 
+_chosen: list[int] = []
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -151,3 +151,22 @@ def _rich_handler() -> logging.Handler:
     )
     handler.setFormatter(logging.Formatter("%(message)s"))
     return handler
+
+
+def as_level(level: int | str) -> int:
+    """The number of a level, such as 20 for `"info"`.
+
+    Raises:
+        KeyError: no level has this name.
+    """
+    return logging.getLevelNamesMapping()[level.upper()] if isinstance(level, str) else level
+
+
+def set_level(level: int | str | None) -> None:
+    """Set the level of loggers that have none of their own, as a recipe does. None takes it back."""
+    _chosen[:] = [] if level is None else [as_level(level)]
+
+
+def get_level() -> int | None:
+    """The level that a recipe has set, or None."""
+    return _chosen[0] if _chosen else None

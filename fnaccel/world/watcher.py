@@ -9,10 +9,8 @@ Each rank knows where it is: in which phase of which step (`progress_marks.py`),
    says whether the call can't end, because a rank has left or makes another call. Then **the waiting call
    raises**. A collective waits in C++ and can't be interrupted, so the watcher cuts the TCP connections of
    its rank. `explain` turns the error of the collective into one that names the rank and the two calls.
-3. If no launcher of one machine watches the job (torchrun, mpirun, srun, several machines), it posts its
-   record every few seconds. Ranks 0 and 1, and ranks that have not moved for half of the limit, read the
-   records of all, and `stalls.judge` says which rank keeps the others waiting. The rank that finds a reason
-   writes it to the store. Then every rank posts its stacks, one rank prints the report, and **the job ends**.
+3. If no launcher of one machine watches the job (torchrun, mpirun, srun, several machines), it looks for
+   ranks that do not go on. Then one rank prints a report, and **the job ends** (`stall_watch.py`).
 
 On one machine the launcher does 3: it reads the same records from memory, asks the same judge and prints the
 same report (`launch/watchdog.py`). Then the ranks write nothing to the store while calls go on.
@@ -26,15 +24,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import os
 import re
-import signal
 import socket
-import sys
 import threading
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 import attrs
 import torch.distributed as dist
@@ -43,12 +38,11 @@ from fnaccel.errors import FnaccelError, PeerLostError
 from fnaccel.texts import ranks_of
 from fnaccel.world.calls import CallLog
 from fnaccel.world.connections import cut, listening_ports
-from fnaccel.world.hang_report import CODE, report
-from fnaccel.world.rank_record import RankRecord, SharedRecords, process_state
+from fnaccel.world.rank_record import RankRecord
 from fnaccel.world.record_board import DEPARTURE, STORE, RecordBoard
 from fnaccel.world.same_order import SameOrder
-from fnaccel.world.stacks import own_stacks
-from fnaccel.world.stalls import Finding, StallClock, find_fault, judge
+from fnaccel.world.stall_watch import StallWatch
+from fnaccel.world.stalls import find_fault
 
 INTERVAL = 1.0
 """Seconds between two looks at the newest call."""
@@ -62,17 +56,8 @@ ANSWER = 3.0
 IDLE = 0.2
 """The share of a processor below which a rank counts as waiting."""
 
-BEATS = 0.5, 5.0
-"""The fewest and the most seconds between two posts. A twentieth of the limit is between them."""
-
 ABANDONED = 15.0
 """Seconds for which a rank whose call was ended by an error waits until no other rank waits in that call."""
-
-MISSED = 3
-"""A rank that misses so many posts is silent."""
-
-REPORT = 10.0
-"""Seconds that the ranks get to post their stacks, and the rank that prints to print them."""
 
 # messages of gloo, NCCL and the store if a rank is missing or sends something else
 _LOST = re.compile(
@@ -113,8 +98,6 @@ class Watcher:
         self._host = host
         self._keep = keep
         self._keeper = "the launcher" if host is None else f"rank {host}"
-        self._limit = limit
-        self._kills = kills
         self._pid = os.getpid()
         self._machine = socket.gethostname()
         self._posts = itertools.count(1)
@@ -128,15 +111,9 @@ class Watcher:
         # the store does not answer the main thread, or the watching thread, or is gone
         self._store_failed = self._store_silent = False
         self._store_lost_since: float | None = None
-        # of the thread: for how long ranks have not moved
-        self._beat = min(max(limit / 20, BEATS[0]), BEATS[1])
-        self._clock = StallClock(min(INTERVAL, self._beat))
-        self._age, self._next_post, self._suspects = 0.0, 0.0, False
-        self._newest_posts: dict[int, tuple[int, float]] = {}
-        self._memory = SharedRecords.make(1) if limit else None
-        self._end_writing = (lambda: None) if self._memory is None else self._memory.write(0)
         self._board = RecordBoard(store, rank, size, self._record_with_ports)
         self._watched = self._board.of_thread()
+        self._stalls = StallWatch(self._watched, host=host, limit=limit, kills=kills, interval=INTERVAL)
         log.explain = self.explain
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fnaccel-watcher", daemon=True)
@@ -173,7 +150,7 @@ class Watcher:
         everyone = False
         failed = not clean and self._log.failed == self._log.count > 0
         self._left = attrs.evolve(self._record(), left=left, failed=failed, follows=follows, inside=False)
-        self._end_writing()
+        self._stalls.end_writing()
         self._stop.set()
         try:
             if self._store_failed and not self._board.answers_again():
@@ -190,8 +167,7 @@ class Watcher:
         if not self._thread.is_alive():
             self._watched.close()
         self._board.close()
-        if self._memory is not None:
-            self._memory.close()
+        self._stalls.close()
         self._log.explain = None
         return everyone
 
@@ -283,14 +259,12 @@ class Watcher:
         """The record of this rank as it is now."""
         if self._left is not None:
             return self._left
-        record = RankRecord() if self._memory is None else self._memory.read(0)
         calls = tuple(self._log.newest)  # at once: the other thread goes on
         return attrs.evolve(
-            record,
+            self._stalls.place(),
             rank=self._rank,
             pid=self._pid,
             host=self._machine,
-            memory=-1 if self._memory is None else self._memory.descriptor,
             calls=calls[-1][0] if calls else 0,
             names=[name for _, name in calls],
             inside=self._log.thread is not None,
@@ -298,7 +272,6 @@ class Watcher:
             abandoned=self._log.abandoned,
             why=self._log.why,
             posts=next(self._posts),
-            age=self._age,
         )
 
     def _record_with_ports(self) -> RankRecord:
@@ -313,7 +286,7 @@ class Watcher:
             self._look_at_itself(now)
             self._look_at_store(now)
             self._end_call(now)
-            self._stop.wait(min(INTERVAL, self._beat))
+            self._stop.wait(min(INTERVAL, self._stalls.beat))
 
     def _look_at_itself(self, now: float) -> None:
         """Note for how long its newest call has lasted, and for how long the rank has been at its place."""
@@ -322,10 +295,7 @@ class Watcher:
         self._looked, self._used = now, used
         if self._log.count != self._count:
             self._count, self._since = self._log.count, now
-        if self._memory is not None:
-            self._clock.tick(now)
-            here = attrs.evolve(self._memory.read(0), rank=self._rank)
-            self._age = self._clock.see(here, process_state(self._pid)).age
+        self._stalls.look_at_itself(now)
 
     def _look_at_store(self, now: float) -> None:
         """Look at the others through the store. Note whether the rank that keeps the store answers."""
@@ -333,13 +303,11 @@ class Watcher:
             return
         try:
             if self._store_silent and not self._watched.answers_again():
-                self._judge_keeper()
+                self._stalls.judge_keeper()
                 return
             self._store_silent = False
             self._answer_roll_call(waits=self._is_late(now) and self._log.thread is not None)
-            if self._limit and now >= self._next_post:
-                self._next_post = now + self._beat
-                self._look_for_stall(now)
+            self._stalls.look(now)
         except dist.DistStoreError:  # it has answered, too late for one operation
             return
         except RuntimeError:
@@ -380,121 +348,8 @@ class Watcher:
         if self._fault is not None:
             self.cut()
 
-    # a stall
-
-    def _look_for_stall(self, now: float) -> None:
-        """Post where this rank is. End the job if the ranks have not gone on for too long."""
-        self._watched.post()
-        if self._rank < 2 or self._age >= self._limit / 2:
-            self._watched.read()
-            others = [self._see(record, now) for record in self._board.others if record.left is None]
-            records = sorted([self._record_and_state(), *others], key=lambda record: record.rank)
-            finding = judge(records, self._limit, apart=self._clock.compare(records))
-            # twice: a rank may have moved since it posted
-            if finding is not None and self._suspects:
-                texts = [record.text() for record in records]
-                found = {"by": self._rank, "finding": attrs.asdict(finding), "records": texts}
-                self._watched.client.compare_set("finding", "", json.dumps(found))
-            self._suspects = finding is not None
-        if self._watched.client.check(["finding"]):
-            self._end()
-
-    def _record_and_state(self) -> RankRecord:
-        return attrs.evolve(self._record(), state=process_state(self._pid))
-
-    def _see(self, record: RankRecord, now: float) -> RankRecord:
-        """Another rank as it is now, by its newest post and, on this machine, by its process."""
-        posts, since = self._newest_posts.get(record.rank, (-1, now))
-        if posts != record.posts:
-            self._newest_posts[record.rank] = (record.posts, now)
-            since = now
-        missed = now - since
-        silent = missed if missed > MISSED * self._beat else 0.0
-        state, place, age = "", record, record.age + missed
-        if record.host == self._machine:
-            state = process_state(record.pid)
-            if silent or state == "T":  # it may have gone on after its last post
-                place = _newest_place(record)
-                age = age if place.sequence == record.sequence else missed
-        # a rank that begins to read finds ranks that were stopped before
-        stopped = missed if state == "T" else 0.0
-        return attrs.evolve(place, age=age, state=state, silent=silent, stopped=stopped)
-
-    def _judge_keeper(self) -> None:
-        """End this rank if it does not go on, and the rank that keeps the store does not answer."""
-        if not self._limit or self._host is None:
-            return
-        me = self._record_and_state()
-        record = self._board.records.get(self._host, me)
-        silent = attrs.evolve(record, rank=self._host, age=me.age, silent=me.age, state="", stopped=me.age)
-        if record is not me and record.host == self._machine:
-            silent = attrs.evolve(_newest_place(silent), state=process_state(record.pid))
-        finding = judge([me, silent], self._limit)
-        if finding is None:
-            return
-        prints = self._rank == (1 if self._host == 0 else 0)
-        if prints:
-            records = sorted([me, silent], key=lambda record: record.rank)
-            self._print(finding, records, {self._rank: self._stacks()})
-            self._kill_stopped(records)
-        _leave(0.0 if prints else REPORT)
-
-    def _end(self) -> NoReturn:
-        """Post the stacks, print the report if it is this rank's, and end this process."""
-        found = json.loads(self._watched.client.get("finding"))
-        finding = Finding(**found["finding"])
-        records = [RankRecord.of_text(text) for text in found["records"]]
-        pause = REPORT
-        with contextlib.suppress(RuntimeError):
-            self._watched.client.set(f"stacks/{self._rank}", self._stacks())
-            if found["by"] == self._rank:
-                # ranks that are silent are not waited for
-                writing = [record.rank for record in records if record.state != "T" and not record.silent]
-                self._watched.wait_for([f"stacks/{rank}" for rank in writing], REPORT)
-                self._print(finding, records, self._read_stacks(records))
-                self._watched.client.set("printed", "1")
-            else:
-                self._watched.wait_for(["printed"], 2 * REPORT)
-            pause = 1.0 if self._rank == self._host else 0.1
-        self._kill_stopped(records)
-        _leave(pause)
-
-    def _read_stacks(self, records: list[RankRecord]) -> dict[int, str]:
-        store, keys = self._watched.client, {record.rank: f"stacks/{record.rank}" for record in records}
-        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
-
-    def _stacks(self) -> str:
-        return own_stacks(threading.main_thread().ident or 0)
-
-    def _print(self, finding: Finding, records: list[RankRecord], stacks: dict[int, str]) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it
-            print(report(finding, records, stacks, limit=self._limit), file=sys.stderr, flush=True)
-
-    def _kill_stopped(self, records: list[RankRecord]) -> None:
-        """Kill the stopped ranks of this machine, which would get no other signal."""
-        for record in records if self._kills else []:
-            here = record.host == self._machine and record.rank != self._rank
-            if here and process_state(record.pid) == "T":
-                with contextlib.suppress(OSError):
-                    os.kill(record.pid, signal.SIGKILL)
-
 
 def _is_in(record: RankRecord, number: int) -> bool:
     """Whether a rank is in the middle of call `number`, or will come to it."""
     ended = record.calls == number and (not record.inside or record.abandoned == number)
     return record.left is None and record.calls <= number and not ended
-
-
-def _newest_place(record: RankRecord) -> RankRecord:
-    """The record at the place that a rank of this machine has reached since its post."""
-    memory = SharedRecords.of_process(record.pid, record.memory)
-    return record if memory is None else memory.read(0, record)
-
-
-def _leave(pause: float) -> NoReturn:
-    """End this process. Its main thread waits in C++ and would not."""
-    time.sleep(pause)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # None if it was closed
-            stream.flush()
-    os._exit(CODE)

@@ -14,7 +14,7 @@ import fnaccel as fa
 from fnaccel.config.yaml import override
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError
 from fnaccel.track import JsonlTracker, TensorBoardTracker, read_jsonl, registry
-from fnaccel.world import log_level
+from fnaccel.seeing import logging as log_level
 from tests.tiny_models import batch_of, program
 
 ROOT = Path(__file__).parents[2]
