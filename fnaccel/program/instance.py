@@ -361,7 +361,8 @@ class Instance:
             metrics["skipped"] = 1.0
         elif skip is not None:
             metrics["skipped"] = skip
-            self.skips.put(skip)
+            # no gradient is none that is not finite
+            self.skips.put(skip * (1.0 - uncounted) if isinstance(uncounted, torch.Tensor) else skip)
 
     def _not_ready(self) -> CapabilityError:
         if not self._trains:

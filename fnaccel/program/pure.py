@@ -35,7 +35,6 @@ from fnaccel.program.lower import UserUpdate, lower
 from fnaccel.program.pure_loss import PureLoss, Sums, cut_in_graph
 from fnaccel.program.pure_refusals import refuse
 from fnaccel.program.pure_values import as_number, copied, keep, no_row_counts, own_models, signed, unless
-from fnaccel.program.tail import change
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import Position, Seed, TrainState
 from fnaccel.step.spec import Spec
@@ -260,10 +259,8 @@ class PureUpdate:
             self._trained, [wide(grad) for grad in sums.grads], no_row_counts(sums.weight, loss)
         )
         grads.scale_by(ratio(torch.ones_like(loss), sums.weight))
-        if self._settings.skips:
-            grads.skip_where_nonfinite()
         hooks = [(name, self._with_options(name, hook, options)) for name, hook in self._tail.gradients]
-        change(grads, hooks, owns, info(None), keep)
+        self._tail.change(grads, hooks, owns, info(None), keep)
 
         skip = grads.skip
         old = [params[name] for name in self._trained]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -61,14 +61,9 @@ class Tail:
             1 if the update was left out, 0 if not, None if no transform and no check may leave one out.
         """
         # containers anew: a hook may write to its own
-        before = tree.map(lambda leaf: leaf, states) if self.skips and self.users and states else None
-        if self.skips:
-            grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
-        if self.gradients:
-            with drawing():
-                change(grads, self.gradients, states, info, keep_state)
-        if self.skips and self.users:  # what they return may not be finite either
-            grads.skip_where_nonfinite()
+        stays = self.users and states and (self.skips or grads.uncounted is not None)
+        before = tree.map(lambda leaf: leaf, states) if stays else None
+        self.change(grads, self.gradients, states, info, keep_state, drawing)
         apply()
         skip = grads.skipped()
         if self.updates:
@@ -80,13 +75,42 @@ class Tail:
                         keep_state(states, name, own)
         if before is not None:
             self._stay_if_skipped(before, states, skip)
+        # a step that only the device knows to have no row counts, and its metrics say nothing
         return skip if self.skips else grads.skip
+
+    def change(
+        self,
+        grads: Any,
+        hooks: Sequence[tuple[str, GradientHook]],
+        states: dict[str, Any],
+        info: Info,
+        keep: Callable[[dict[str, Any], str, Any], None],
+        drawing: Drawing = nullcontext,
+    ) -> None:
+        """Let hooks change the gradients of an update, eager, traced or pure. It may be left out then.
+
+        Args:
+            grads: the gradients, `Gradients` or `PureGradients`.
+            hooks: those on gradients, with the numbers of this call.
+            states, info, drawing: as for `run`.
+            keep: `keep(states, name, state)` keeps the next state of a transform.
+        """
+        if self.skips:
+            grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
+        if hooks:
+            with drawing():
+                for name, hook in hooks:
+                    own = hook.on_gradients(grads, states.get(name), info)
+                    if own is not None or name in states:
+                        keep(states, name, own)
+        if self.skips and self.users:  # what they return may not be finite either
+            grads.skip_where_nonfinite()
 
     def _stay_if_skipped(self, before: Mapping[str, Any], states: dict[str, Any], skip: Any) -> None:
         """Give the user's transforms their states of before, if the update was left out.
 
-        On a CPU that is known at once. On an accelerator tensors are chosen there, and a state that holds
-        anything else waits for the device.
+        On a CPU that is known at once. On an accelerator its tensors are chosen there, and a state that holds
+        anything else, such as a tensor of the host, waits for the device.
 
         Args:
             before: the states before the step, by name.
@@ -98,32 +122,11 @@ class Tail:
             if last is first:
                 continue
             leaves = [*tree.leaves(first), *tree.leaves(last)]
-            if skip.device.type == "cpu" or not all(type(leaf) is torch.Tensor for leaf in leaves):
+            there = all(type(leaf) is torch.Tensor and leaf.device == skip.device for leaf in leaves)
+            if skip.device.type == "cpu" or not there:
                 states[name] = first if skip else last
             else:
                 states[name] = tree.map(lambda old, new: torch.where(skip.bool(), old, new), first, last)
-
-
-def change(
-    grads: Any,
-    hooks: Iterable[tuple[str, GradientHook]],
-    states: dict[str, Any],
-    info: Info,
-    keep: Callable[[dict[str, Any], str, Any], None],
-) -> None:
-    """Let hooks change the gradients of an update, eager, traced or pure.
-
-    Args:
-        grads: the gradients, `Gradients` or `PureGradients`.
-        hooks: in order, by name.
-        states: the states of transforms by name, updated in place.
-        info: the call, as hooks see it.
-        keep: `keep(states, name, state)` keeps the next state of a transform.
-    """
-    for name, hook in hooks:
-        own = hook.on_gradients(grads, states.get(name), info)
-        if own is not None or name in states:
-            keep(states, name, own)
 
 
 def keep_state(transforms: dict[str, Any], name: str, state: Tree, of: str = "transform") -> None:

@@ -18,7 +18,6 @@ from fnaccel.models.parameter import Select
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.assemble import assemble
 from fnaccel.program.compile_meter import Compilation
-from fnaccel.program.gradient import GRADIENT, gradient
 from fnaccel.program.launcher_flags import choose
 from fnaccel.program.lent_models import LentModels
 from fnaccel.program.lower import Lowered
@@ -29,6 +28,7 @@ from fnaccel.program.planned import mesh_of, planned
 from fnaccel.program.probe import probe_first
 from fnaccel.program.state_owner import StateOwner, check_outside_of_func
 from fnaccel.program.update import update
+from fnaccel.program.value_and_grad import GRADIENT, gradient
 from fnaccel.state import TrainState
 from fnaccel.step.html_table import table
 from fnaccel.step.spec import Rng, Spec, loss_part

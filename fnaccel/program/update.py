@@ -63,14 +63,16 @@ def update(
             engine.forward.drive(len(micro_batches), passes.forward, passes.backward, passes.sync)
             metrics, gradients, skip = passes.outcome()
 
-        # Hooks of GRADS, the optimizers, hooks of UPDATE. A captured step may have done all of it.
+        # Hooks of GRADS, the optimizers, hooks of UPDATE.
         enter("update")
         uncounted = is_uncounted(metrics["weight"])
-        if gradients is None or uncounted is True:
+        if uncounted is True:  # the host knows that no row counts
             guard.commit()
             metrics.update(reported)
-            if uncounted is True:
-                engine.drop_pass()
+            engine.drop_pass()
+        elif gradients is None:  # a captured step has done all of it
+            guard.commit()
+            metrics.update(reported)
         else:
             updater.hold(gradients.shards, updates, warns=owner.mesh.world.rank == 0)
             gradients.uncounted = uncounted if isinstance(uncounted, torch.Tensor) else None
@@ -92,7 +94,7 @@ def update(
             if instance.own_hooks:
                 drawing = contextlib.nullcontext  # the library's own draw nothing
             skip = tail.run(engine, gradients, transforms, info, apply, drawing)
-            if tail.skips and tail.users:
+            if tail.users and (tail.skips or gradients.uncounted is not None):
                 guard.check_own()
 
         # The next state.

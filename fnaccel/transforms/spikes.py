@@ -17,6 +17,7 @@ from fnaccel.step.choices import Action
 from fnaccel.step.settings import Settings
 from fnaccel.step.step import Capability, Info, Phase, Transform
 from fnaccel.tree import Tree
+from fnaccel.world.host_copy import HostCopy
 from fnaccel.world.world import find_current
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class _Reader:
     def __init__(self, call: Callable[..., Any], do: Action) -> None:
         self._call = call
         self._do = do
-        self._waiting: deque[tuple[int, torch.Tensor]] = deque()
+        self._waiting: deque[tuple[int, HostCopy]] = deque()
         self._found: list[str] = []
 
     def settle(self) -> None:
@@ -99,13 +100,13 @@ class _Reader:
         if "spike" not in metrics:  # a step of weight 0
             return following, metrics
         facts = [torch.as_tensor(metrics[name]).float() for name in ("spike", "loss", "usual_loss")]
-        self._waiting.append((following.step, torch.stack(facts)))
+        self._waiting.append((following.step, HostCopy(torch.stack(facts))))
         while len(self._waiting) > (0 if facts[0].device.type == "cpu" else _LAG):
             self._read(*self._waiting.popleft())
         return following, metrics
 
-    def _read(self, step: int, facts: torch.Tensor) -> None:
-        spike, loss, usual = facts.tolist()
+    def _read(self, step: int, facts: HostCopy) -> None:
+        spike, loss, usual = facts.read().tolist()
         if not spike:
             return
         far = f", far above the usual {usual:.4g}" if math.isfinite(loss) else ""

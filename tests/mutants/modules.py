@@ -126,6 +126,16 @@ MUTANTS = [
         "states[name] = last", ("tests/transforms/test_left_out_states.py", "-k", "eager"),
     ),
     Mutant(
+        "a step that the device leaves out moves states of users", "program/tail.py",
+        "(self.skips or grads.uncounted is not None)", "self.skips",
+        ("tests/transforms/test_left_out_states.py", "-k", "device_leaves_out"),
+    ),
+    Mutant(
+        "a step without a row counts as one that is not finite", "program/instance.py",
+        "skip * (1.0 - uncounted) if isinstance(uncounted, torch.Tensor) else skip", "skip",
+        ("tests/transforms/test_left_out_states.py", "-k", "no_gradients"),
+    ),
+    Mutant(
         "transforms of one name share a state", "step/step.py",
         'transform = attrs.evolve(transform, name=f"{transform.name}.{number}")',
         "del number", ("tests/transforms/test_left_out_states.py", "-k", "twice"),

@@ -291,6 +291,18 @@ def test_an_update_that_is_left_out_moves_nothing():
         assert all(torch.equal(a, b) for a, b in pairs), part
 
 
+def test_an_update_is_left_out_for_what_a_transform_returns():
+    """The gradients of the loss are finite, and those of the transform are not in the second step."""
+
+    def breaks(grads, own, info):
+        return {name: grad / (1.0 - own) for name, grad in grads.items()}, own + 1.0
+
+    breaking = fa.Transform("breaks", fa.Phase.GRADS, apply=breaks, init=lambda params: torch.zeros(()))
+    state, values, _ = both(breaking(fa.skip_nonfinite(loss_fn)), OPTIMIZERS["adam"], BATCHES[:3])
+    assert largest(state, values) < 1e-8
+    assert int(state.updates) == int(values["updates"]) == 1
+
+
 def test_no_row_counts():
     update = fa.pure(program(weighted))
     before = update.init()

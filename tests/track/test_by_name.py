@@ -13,8 +13,8 @@ import torch
 import fnaccel as fa
 from fnaccel.config.yaml import override
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError
-from fnaccel.track import JsonlTracker, TensorBoardTracker, read_jsonl, registry
 from fnaccel.seeing import logging as log_level
+from fnaccel.track import JsonlTracker, TensorBoardTracker, read_jsonl, registry
 from tests.tiny_models import batch_of, program
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,8 @@ import torch
 
 import fnaccel as fa
 from fnaccel import errors
+from fnaccel.program.tail import Tail
+from fnaccel.step import loss
 from fnaccel.world.world import current
 from tests.tiny_models import batch_of, loss_fn, program, whole_params
 
@@ -155,3 +157,52 @@ def test_a_transform_that_stands_twice_has_two_states(world, tmp_path):
     fa.save(tmp_path, state)
     restored = fa.restore(tmp_path, like=program(twice).init(seed=1))
     assert fa.tree.allclose(restored.transforms["trace.1"], expected.transforms["other"], rtol=0, atol=0)
+
+
+def of_no_row(model, batch):
+    """A step in which no row counts, by a weight that is a tensor."""
+    x, y = batch
+    return fa.Mean(((model(x) - y) ** 2).sum(), weight=torch.zeros(()))
+
+
+@pytest.fixture
+def unread(world, monkeypatch):
+    """The host reads no weight, as on an accelerator."""
+    monkeypatch.setattr(loss, "readable", lambda value: False)
+
+
+def test_a_step_that_the_device_leaves_out_leaves_them(unread):
+    """Nothing asks for a skip, and only the device knows that no row counts."""
+    train_step = program(COUNTED(MOMENTUM(of_no_row)))
+    state = train_step.init()
+    before = fa.snapshot(state)
+    for _ in range(2):
+        state, metrics = train_step(state, batch_of(4))
+    assert metrics["weight"] == 0
+    assert fa.tree.allclose(state.transforms, before.transforms, rtol=0, atol=0)
+    assert fa.tree.allclose(state.params, before.params, rtol=0, atol=0)
+
+
+def test_steps_without_a_row_are_no_gradients_that_are_not_finite(unread):
+    train_step = program(fa.skip_nonfinite(of_no_row, max_skipped=2))
+    state = train_step.init()
+    for _ in range(4):
+        state, metrics = train_step(state, batch_of(4))
+        assert metrics["skipped"] == 1
+    assert state.updates == 0
+
+
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_a_state_on_the_host_beside_a_device_that_decides(skipped):
+    """`torch.where` takes no tensors of two devices."""
+
+    class Flag(torch.Tensor):
+        """A flag of another device, which can be read."""
+
+        device = torch.device("cuda")
+
+    first, last = torch.zeros(3), torch.ones(3)
+    states = {"mine": last}
+    tail = Tail(skips=True, gradients=(), updates=(), users=("mine",))
+    tail._stay_if_skipped({"mine": first}, states, torch.tensor(skipped).as_subclass(Flag))
+    assert states["mine"] is (first if skipped else last)
