@@ -32,8 +32,8 @@ def describe(state: Tree, ranks: int) -> dict[str, Any]:
         with contextlib.suppress(UnleasedStateError):
             owner = lease_of(state, "fa.save").owner
             facts["plan"] = str(owner.plan)
-            if owner.instance.source is not None:
-                facts["data"] = dict(owner.instance.source)
+            if owner.instance.learned.source is not None:
+                facts["data"] = dict(owner.instance.learned.source)
             facts["transient_buffers"] = owner.instance.transient()
     return facts
 

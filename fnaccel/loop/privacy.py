@@ -112,7 +112,7 @@ def epsilon(
             where=_WHERE,
             fix="train from train_step.init() on, and restore checkpoints of such runs only",
         )
-    read = (lease_of(state, _WHERE).owner.instance.source or {}).get("samples", samples)
+    read = (lease_of(state, _WHERE).owner.instance.learned.source or {}).get("samples", samples)
     if read != samples:
         raise ArgumentError(
             f"the last batch was one of {read} rows, and these shards have {samples}",

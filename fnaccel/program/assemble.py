@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import attrs
+
+from fnaccel.engine.engine import Engine
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models._torch import cast_floats
 from fnaccel.models.building import Built, check_memory, check_patched, check_sparse, freeze, release
 from fnaccel.models.constant_buffers import check_not_trained
 from fnaccel.models.gradient_hooks import check_hooks_run, count_hooks
 from fnaccel.models.note import Note
+from fnaccel.models.synced_norm import connect
 from fnaccel.optim.foreign import TorchKernel
 from fnaccel.optim.several import optimizers_of
+from fnaccel.program.averaged import average_of
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.instance import Instance
 from fnaccel.program.lower import Lowered
@@ -82,8 +87,19 @@ def assemble(
                 where=f"strategy {spec.strategy}",
                 fix="give the engine next_whole: whole_engine(..., next_whole=lambda step: ...)",
             )
+        engine = _with_averages_and_norms(engine, lowered)
         return Instance(engine, built, spec, lowered, where, notes, arrived)
     except BaseException:
         for built in builds:
             release(built)
         raise
+
+
+def _with_averages_and_norms(engine: Engine, lowered: Lowered) -> Engine:
+    """The engine with averages, and with norms that are told which micro-batches count."""
+    tell = connect(engine.layout.modules, engine.layout.mesh.group("loss"))
+    if tell is not None:
+        engine = attrs.evolve(engine, hooks=attrs.evolve(engine.hooks, micro_batch=tell))
+    if lowered.settings.ema_decay is not None:
+        engine = attrs.evolve(engine, averages=tuple(average_of(leaf.shard) for leaf in engine.layout.leaves))
+    return engine

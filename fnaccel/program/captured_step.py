@@ -205,7 +205,7 @@ class CapturedPasses:
         self._up_front = None if up_front is None else filled(up_front, wide_dtype(engine), device)
         # 0 for a filler or a weight of 0: tensors, since numbers would be compiled in
         self._keeps = [
-            filled(totals.weight_of(index) > 0 if part.valid else 0, torch.float32, device)
+            filled(part.valid and totals.weight_of(index) > 0, torch.float32, device)
             for index, part in enumerate(micro_batches)
         ]
         self._open = False  # a forward whose backward has not run

@@ -31,9 +31,8 @@ from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.moving_buffers import MovingBuffers, buffer_slots
 from fnaccel.models.note import Note
 from fnaccel.models.parameter_values import Access, register
-from fnaccel.models.synced_norm import connect
 from fnaccel.models.trained_modules import TrainedModules
-from fnaccel.program.averaged import average_of, averages_of, move
+from fnaccel.program.averaged import averages_of, move
 from fnaccel.program.compile_meter import Meter
 from fnaccel.program.lent_models import LentModels
 from fnaccel.program.lower import Lowered
@@ -62,6 +61,27 @@ _WHOLE_AXES = ("dp_replicate", "dp_shard")
 AnyPasses = Callable[[MicroBatches, Totals, Inputs], "Passes | CapturedPasses"]
 
 
+@attrs.define
+class Learned:
+    """What the calls of a train step have learned of its model and data.
+
+    Attributes:
+        notes: for the plan.
+        cut_noted: whether one says how the rows of a batch are cut.
+        moved: whether an update reached its end.
+        probed: whether the cut model was compared with the whole one.
+        cut_fails: whether the cut model raised in that.
+        source: facts about the loader of the newest batch.
+    """
+
+    notes: tuple[Note, ...]
+    cut_noted: bool = False
+    moved: bool = False
+    probed: bool = False
+    cut_fails: bool = False
+    source: Mapping[str, Any] | None = None
+
+
 class Instance:
     """Engine, optimizers and the trees of states of one train step. An update writes to their tensors alone.
 
@@ -75,9 +95,7 @@ class Instance:
         streams: the random streams that are seeded for each micro-batch.
         position: compares the positions of batches between ranks, or None.
         meter: counts compilations, or None.
-        moved: whether a step reached its end.
-        probed, cut_fails: what the check before the first update found.
-        source: facts about the loader of the newest batch.
+        learned: what its calls have learned.
         buffer_slots: the module, attribute and canonical name of each buffer.
     """
 
@@ -94,17 +112,12 @@ class Instance:
         self.spec = spec
         self.lowered = lowered
         self.where = where
-        self.notes = notes
-        self.cut_noted = False
-        self.moved = False
-        self.probed = False  # whether the cut model was compared with the whole one
-        self.cut_fails = False  # whether the cut model raised in that
-        self.source: Mapping[str, Any] | None = None
+        self.learned = Learned(notes)
         self._built = built
         self._nested = None not in built.modules
         self._empty = built.empty
         self._trains = spec.optimizers is not None
-        self.engine = engine = _with_averages_and_norms(engine, lowered)
+        self.engine = engine
         mesh, leaves, capture = engine.layout.mesh, engine.layout.leaves, engine.forward.capture
         world = mesh.world
         self.autocast_on = lowered.autocast_on(world.device)
@@ -258,8 +271,9 @@ class Instance:
         if not self._trains or self._empty:
             raise self._not_ready()
         cut = micro_batches(batch, self.lowered.settings.micro_batches, self._device)
-        if cut.note is not None and not self.cut_noted:
-            self.cut_noted, self.notes = True, (*self.notes, Note(cut.note))
+        learned = self.learned
+        if cut.note is not None and not learned.cut_noted:
+            learned.cut_noted, learned.notes = True, (*learned.notes, Note(cut.note))
             warnings.warn(cut.note, UserWarning, stacklevel=4)
         if self.same_rows is not None:
             self.same_rows.check(state.data.epoch, cut)
@@ -267,7 +281,7 @@ class Instance:
             self.meter.check()
         self.skips.check()
         if cut.batch is not None:
-            self.source = cut.batch.source
+            learned.source = cut.batch.source
         if self.position is not None:
             self.position.begin(None if cut.batch is None else cut.batch.position)
         self.modes.train()
@@ -478,13 +492,3 @@ def _access(engine: Engine) -> Access:
         )
     trained = frozenset(leaf.name for leaf in engine.layout.leaves)
     return Access(trained=trained, refusal=refusal, whole=engine.forward.whole)
-
-
-def _with_averages_and_norms(engine: Engine, lowered: Lowered) -> Engine:
-    """The engine with averages, and with norms that are told which micro-batches count."""
-    tell = connect(engine.layout.modules, engine.layout.mesh.group("loss"))
-    if tell is not None:
-        engine = attrs.evolve(engine, hooks=attrs.evolve(engine.hooks, micro_batch=tell))
-    if lowered.settings.ema_decay is not None:
-        engine = attrs.evolve(engine, averages=tuple(average_of(leaf.shard) for leaf in engine.layout.leaves))
-    return engine

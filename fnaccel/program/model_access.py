@@ -277,7 +277,7 @@ class ModelAccess:
             0.0
         """
         instance = self._owner.instance
-        instance.probed = True
+        instance.learned.probed = True
         settings, layout = self._lowered.settings, instance.engine.layout
         with (
             self._keeping(),

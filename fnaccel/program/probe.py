@@ -27,7 +27,7 @@ from fnaccel.world.mesh import Mesh
 from fnaccel.world.random_streams import generators_of
 
 if TYPE_CHECKING:
-    from fnaccel.program.instance import Instance
+    from fnaccel.program.instance import Learned
 
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 5e-2
 _WHERE = "train_step.probe(batch)"
@@ -93,7 +93,7 @@ def short(batch: Tree) -> Any:
     return cut(batch, [1, rows - 1])[0] if rows > 1 else batch
 
 
-def probe_first(noted: Instance, probe: Callable[[Tree], Probed], batch: Tree) -> None:
+def probe_first(learned: Learned, probe: Callable[[Tree], Probed], batch: Tree) -> None:
     """Probe before step 0. A forward that raises is left to the step, which raises its own error.
 
     Raises:
@@ -103,12 +103,12 @@ def probe_first(noted: Instance, probe: Callable[[Tree], Probed], batch: Tree) -
         probe(batch)
     except CapabilityError as error:
         if CAUSES in str(error):
-            noted.probed = False
+            learned.probed = False
             raise
     except OwnershipError:  # a factory that returns the same module again
         pass
     except Exception:
-        noted.cut_fails = True
+        learned.cut_fails = True
 
 
 def check_forward(

@@ -83,7 +83,7 @@ class StateOwner:
             return self._plan
         whole = self.built.engine.forward.whole
         held = [] if whole is None or not whole.most else [Note(f"{_HELD}: {size_of(whole.most)} a rank")]
-        return with_notes(self._plan, (*self.built.notes, *held))
+        return with_notes(self._plan, (*self.built.learned.notes, *held))
 
     @property
     def instance(self) -> Instance:

@@ -171,12 +171,12 @@ class TrainStep(ModelAccess):
             self._owner.forget()
         instance = assemble(self._spec, self._lowered, self._name, seed, self._delegation)
         try:
-            self._compare(with_notes(self._owner.plan, instance.notes), seed)
+            self._compare(with_notes(self._owner.plan, instance.learned.notes), seed)
         except BaseException:
             instance.close()
             raise
         if self.mesh.world.is_main:
-            warn_of(instance.notes)
+            warn_of(instance.learned.notes)
         state = instance.first_state(seed, extras)
         with SigintHeld():  # modules that are claimed and not owned would be locked for good
             try:
@@ -242,8 +242,10 @@ class TrainStep(ModelAccess):
     def _check_first(self, batch: Tree, lent: LentModels | None) -> None:
         """Compare a cut model with the whole one before the first update."""
         instance = self._owner.instance
-        if lent is None and not instance.probed and self.can_probe():  # a lent model may be cut as well
-            probe_first(instance, self.probe, batch)
+        if (
+            lent is None and not instance.learned.probed and self.can_probe()
+        ):  # a lent model may be cut as well
+            probe_first(instance.learned, self.probe, batch)
 
     def settle(self) -> None:
         """Let transforms act on the last steps, as they would in the next call. `fa.scan` does so at its end.

@@ -109,7 +109,7 @@ def update(
             transforms=transforms,
         )
         lease(next_state, owner.lease)
-        instance.moved = True
+        instance.learned.moved = True
     return next_state, checked(metrics, uncounted)
 
 

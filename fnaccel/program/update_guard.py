@@ -59,7 +59,7 @@ class UpdateGuard:
 
     def __enter__(self) -> UpdateGuard:
         instance, state = self._instance, self._state
-        enter_step(state.step, instance.where, first=not instance.moved, shares=instance.shares)
+        enter_step(state.step, instance.where, first=not instance.learned.moved, shares=instance.shares)
         unfinished = instance.engine.unfinished
         if unfinished:  # an interrupt cut off what the step or the look before had to put back
             instance.engine.drop_pass()
@@ -72,7 +72,7 @@ class UpdateGuard:
         own = tree.leaves(state.transforms) if state.transforms else ()
         self._own = [(x, _torch.version_of(x)) for x in own if isinstance(x, torch.Tensor)]
         instance.moving_buffers.begin()
-        if instance.captured and instance.moved:
+        if instance.captured and instance.learned.moved:
             self._sigint.__enter__()
         return self
 
@@ -114,27 +114,34 @@ class UpdateGuard:
         """Leave the state as it was, or dead. Raises a clearer error in the place of one of torch's."""
         instance, state = self._instance, self._state
         explain_out_of_memory(error, instance.named_tensors)  # before gradients are dropped
-        if instance.cut_fails and isinstance(error, Exception):
-            error.add_note(f"in the first forward of a model that is cut. {CAUSES}")
-        in_loss = NOW.phase in ("forward", "backward", "captured step", "compile")
-        if in_loss and isinstance(error, Exception) and not isinstance(error, FnaccelError):
-            error.add_note(
-                f"on rank {instance.engine.layout.mesh.world.rank}, in step {NOW.step}, micro-batch "
-                f"{NOW.micro_batch}, whose batch is {shapes_of(self._micro_batches[NOW.micro_batch].data)}"
-            )
+        if isinstance(error, Exception):
+            self._add_notes(error)
         if not self._committed:
             if instance.engine.hooks.abandon is not None and isinstance(error, Exception):
                 instance.engine.hooks.abandon(error)
             instance.engine.drop_pass()
         self._modes.put_back()
-        if instance.captured and kernels.begun() != self._begun:
+        if instance.captured and kernels.begun() != self._begun:  # its program has begun the update
             donate(state)
-        if not is_stale(state) and (not instance.moving_buffers.put_back() or self._own_changed()):
-            donate(state)
+        if not is_stale(state):
+            exact = instance.moving_buffers.put_back()
+            if not exact or self._own_changed():
+                donate(state)
         # of the loss, and not of a hook on gradients
         clearer = None if self._committed or NOW.phase == "update" else explained(error, instance.engine)
         if clearer is not None:
             raise clearer from error
+
+    def _add_notes(self, error: Exception) -> None:
+        """Say where it happened: in a model that is cut, and in which micro-batch."""
+        if self._instance.learned.cut_fails:
+            error.add_note(f"in the first forward of a model that is cut. {CAUSES}")
+        in_loss = NOW.phase in ("forward", "backward", "captured step", "compile")
+        if in_loss and not isinstance(error, FnaccelError):
+            error.add_note(
+                f"on rank {self._instance.engine.layout.mesh.world.rank}, in step {NOW.step}, micro-batch "
+                f"{NOW.micro_batch}, whose batch is {shapes_of(self._micro_batches[NOW.micro_batch].data)}"
+            )
 
 
 class TorchModes:
