@@ -241,11 +241,9 @@ class TrainStep(ModelAccess):
 
     def _check_first(self, batch: Tree, lent: LentModels | None) -> None:
         """Compare a cut model with the whole one before the first update."""
-        instance = self._owner.instance
-        if (
-            lent is None and not instance.learned.probed and self.can_probe()
-        ):  # a lent model may be cut as well
-            probe_first(instance.learned, self.probe, batch)
+        learned = self._owner.instance.learned
+        if lent is None and not learned.probed and self.can_probe():  # a lent model may be cut as well
+            probe_first(learned, self.probe, batch)
 
     def settle(self) -> None:
         """Let transforms act on the last steps, as they would in the next call. `fa.scan` does so at its end.
