@@ -14,11 +14,11 @@ from fnaccel.models.note import Note
 from fnaccel.models.synced_norm import connect
 from fnaccel.optim.foreign import TorchKernel
 from fnaccel.optim.several import optimizers_of
-from fnaccel.program.averaged import average_of
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.instance import Instance
 from fnaccel.program.lower import Lowered
 from fnaccel.program.model_notes import model_notes
+from fnaccel.program.parameter_averages import average_of
 from fnaccel.step.callables import plan_text
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, make_engine

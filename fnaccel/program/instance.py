@@ -32,10 +32,10 @@ from fnaccel.models.moving_buffers import MovingBuffers, buffer_slots
 from fnaccel.models.note import Note
 from fnaccel.models.parameter_values import Access, register
 from fnaccel.models.trained_modules import TrainedModules
-from fnaccel.program.averaged import averages_of, move
 from fnaccel.program.compile_meter import Meter
 from fnaccel.program.lent_models import LentModels
 from fnaccel.program.lower import Lowered
+from fnaccel.program.parameter_averages import averages_of, move
 from fnaccel.program.tail import keep_state
 from fnaccel.program.whole_parameters import is_sharded
 from fnaccel.state import (

@@ -14,10 +14,10 @@ from fnaccel.data.cut import rows_of
 from fnaccel.data.micro_batches import MicroBatch
 from fnaccel.engine.update_facts import UpdateFacts
 from fnaccel.models.moving_buffers import passes_put_back
-from fnaccel.program.averaged import Averaged
 from fnaccel.program.doubled_row import OF_WEIGHT_FN, check_doubled
 from fnaccel.program.look import LOOK, flops_of, look_at
 from fnaccel.program.lower import Lowered
+from fnaccel.program.parameter_averages import Averaged
 from fnaccel.program.probe import Probed, check_forward, fits, is_split, short
 from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update_guard import TorchModes, keeping_modes

@@ -18,9 +18,9 @@ from fnaccel.errors import CapabilityError, OwnershipError, UnleasedStateError
 from fnaccel.models._torch import break_graph
 from fnaccel.models.note import Note
 from fnaccel.program.adopted import absorb
-from fnaccel.program.averaged import EvaluationPoint
 from fnaccel.program.instance import Instance
 from fnaccel.program.model_notes import with_notes
+from fnaccel.program.parameter_averages import EvaluationPoint
 from fnaccel.program.plan import Plan
 from fnaccel.state import (
     Lease,

@@ -24,7 +24,7 @@ from fnaccel.models.building import Built, construct
 from fnaccel.models.constant_buffers import constant_buffers
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, finisher
-from fnaccel.strategies.ddp_buckets import MIB, TORCH_SIZES, Buckets, bucket_bytes, lay_out
+from fnaccel.strategies.captured_buckets import MIB, TORCH_SIZES, Buckets, bucket_bytes, lay_out
 from fnaccel.strategies.ddp_hooks import (
     HOOKS,
     Hook,

@@ -100,7 +100,7 @@ MUTANTS = [
         (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(
-        "captured gradients not averaged", "strategies/ddp_buckets.py", "_torch.begin_all_reduce(flat / self.size, self.group)", "flat",
+        "captured gradients not averaged", "strategies/captured_buckets.py", "_torch.begin_all_reduce(flat / self.size, self.group)", "flat",
         (COMPILED, "-k", "ddp-step-plain"),
     ),
     Mutant(

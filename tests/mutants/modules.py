@@ -54,7 +54,7 @@ MUTANTS = [
         ("tests/models/test_gradient_hooks.py", "-k", "after_init and local"),
     ),
     Mutant(
-        "averages in the dtype of the parameters", "program/averaged.py",
+        "averages in the dtype of the parameters", "program/parameter_averages.py",
         "tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)", "tensor.clone()",
         ("tests/transforms/test_averaging.py", "-k", "move and local-1-eager"),
     ),

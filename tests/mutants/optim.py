@@ -11,7 +11,7 @@ OPERATIONS = "optim/operations.py"
 
 MUTANTS = [
     Mutant(
-        "parameters stay rounded after a look where an optimizer evaluates", "program/averaged.py",
+        "parameters stay rounded after a look where an optimizer evaluates", "program/parameter_averages.py",
         "_torch.foreach_copy_(list(self._parameters), self._kept)", "pass",
         ("tests/optim/test_evaluation_point.py", "-k", "evaluate_look_and_export and adamw and local"),
     ),

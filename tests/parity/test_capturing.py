@@ -9,7 +9,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.strategies.ddp_buckets import MIB, bucket_bytes, lay_out
+from fnaccel.strategies.captured_buckets import MIB, bucket_bytes, lay_out
 from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
 
