@@ -14,10 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fnaccel import World
 from fnaccel.errors import MissingBackendError, install_line
 from fnaccel.strategies.deepspeed.building import guard
 from fnaccel.world.mesh import ensure_group
-from fnaccel.world.world import World, announce
+from fnaccel.world.world import announce
 
 _last: weakref.ref[Any] | None = None
 
