@@ -36,19 +36,12 @@ def together(
         result = fn()
     except FnaccelError as error:
         failed = error
-    except OSError as error:
-        failed = CheckpointError(
-            f"{error.strerror or error} ({error.filename or 'while writing'})",
-            where=f"{where} on rank {world.rank}",
-            fix="give a directory with free space that every rank can read and write",
-        )
-        failed.__cause__ = error
     except Exception as error:
-        failed = CheckpointError(
-            f"{type(error).__name__}: {error}",
-            where=f"{where} on rank {world.rank}",
-            fix="see the error above, which is the cause",
-        )
+        what, fix = f"{type(error).__name__}: {error}", "see the error above, which is the cause"
+        if isinstance(error, OSError):
+            what = f"{error.strerror or error} ({error.filename or 'while writing'})"
+            fix = "give a directory with free space that every rank can read and write"
+        failed = CheckpointError(what, where=f"{where} on rank {world.rank}", fix=fix)
         failed.__cause__ = error
     part = getattr(getattr(fn, "func", fn), "__qualname__", "")
     answers: list[tuple[str, str | None, Any]] = gather_objects(

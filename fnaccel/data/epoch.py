@@ -6,7 +6,7 @@ Shared by the readers of map-style loaders (`indexed.py`) and of streams (`strea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -14,7 +14,9 @@ from fnaccel.data import loaders, order
 from fnaccel.data.reader_ranks import Link
 from fnaccel.data.seeding import replayed
 from fnaccel.errors import LoaderError
-from fnaccel.step.choices import Sampling
+
+if TYPE_CHECKING:
+    from fnaccel.data.shard import Shards
 
 
 @attrs.frozen(kw_only=True)
@@ -22,25 +24,19 @@ class Reading:
     """The decisions of `open_epoch` for the reading of one epoch.
 
     Attributes:
+        shards: the record.
         epoch, start: which epoch, and how many of its samples were read before.
-        remainder, per_rank, shuffle, sampling, seed, copies: as for `Shards`.
-        kept: the persistent workers between epochs.
+        remainder, seed: as for `Shards`, but for this epoch.
         source: facts about the loader, for the batches.
-        per_sample: how many rows the collate function makes of a sample.
         order: the order of a sampler of the user's own, if it was made before.
     """
 
+    shards: Shards
     epoch: int
     start: int
     remainder: order.Remainder
-    per_rank: bool
-    shuffle: bool | None
-    sampling: Sampling | None
     seed: int
-    kept: dict[str, Any]
-    copies: bool
     source: Mapping[str, Any] | None = None
-    per_sample: int = 1
     order: list[Any] | None = None
 
 
@@ -50,7 +46,7 @@ def users_order(source: loaders.Source, reading: Reading, link: Link) -> list[An
         return reading.order
     groups = isinstance(source, loaders.Grouped)
     sampler = source.batch_sampler if groups else source.sampler
-    if sampler is None or (not groups and (reading.shuffle is not None or loaders.order_of(sampler))):
+    if sampler is None or (not groups and (reading.shards.shuffle is not None or loaders.order_of(sampler))):
         return None
 
     def make() -> list[Any]:
@@ -66,8 +62,8 @@ def epoch_order(source: loaders.Indexed | loaders.Stream, reading: Reading, link
     if samples is not None:
         return samples
     n, shuffled = loaders.order_of(source.sampler) or (len(source.loader.dataset), False)
-    if reading.shuffle is not None:
-        shuffled = reading.shuffle
+    if reading.shards.shuffle is not None:
+        shuffled = reading.shards.shuffle
     return order.permutation(n, reading.seed, reading.epoch) if shuffled else range(n)
 
 

@@ -97,14 +97,14 @@ def open_indexed(source: Indexed | Grouped, reading: Reading, link: Link) -> Ite
     if isinstance(source, Grouped):
         turns = _ragged(source, reading, link)
     else:
-        turns = (_even if reading.sampling is None else _drawn)(source, reading, link)
+        turns = (_even if reading.shards.sampling is None else _drawn)(source, reading, link)
     data = read(
         source.loader,
         _Keys(turns),
         seed=reading.seed,
         epoch=reading.epoch,
         device=link.device,
-        workers=reading.kept,
+        workers=reading.shards.kept,
     )
     return _batches(turns, data, reading)
 
@@ -141,7 +141,7 @@ def _batches(turns: Iterable[Turn], data: Iterator[Any], reading: Reading) -> It
             first=turn.first,
             together=turn.together,
             samples=len(turn.keys),
-            per_sample=reading.per_sample,
+            per_sample=reading.shards.rows_per_sample,
             source=reading.source,
         )
         turn = following
@@ -159,7 +159,7 @@ def _even(source: Indexed, reading: Reading, link: Link) -> _EvenTurns:
             rank=rank,
             ranks=link.ranks,
             remainder=reading.remainder,
-            split=not reading.per_rank,
+            split=not reading.shards.per_rank,
             start=reading.start,
             order=samples,
         )
@@ -172,7 +172,7 @@ def _even(source: Indexed, reading: Reading, link: Link) -> _EvenTurns:
 def _drawn(source: Indexed, reading: Reading, link: Link) -> _DrawnTurns:
     n = len(source.loader.dataset)
     check_start(n, reading)
-    expected = source.batch_size * (link.ranks if reading.per_rank else 1)
+    expected = source.batch_size * (link.ranks if reading.shards.per_rank else 1)
     numbers = order.draws(n, expected, reading.remainder, start=reading.start)
     return _DrawnTurns(
         n=n, expected=expected, numbers=numbers, reading=reading, rank=link.rank, ranks=link.ranks
@@ -189,7 +189,7 @@ def _ragged(source: Grouped, reading: Reading, link: Link) -> Sequence[Turn]:
             groups,
             rank=rank,
             ranks=link.ranks,
-            per_rank=reading.per_rank,
+            per_rank=reading.shards.per_rank,
             remainder=reading.remainder,
             start=reading.start,
         )
@@ -198,7 +198,7 @@ def _ragged(source: Grouped, reading: Reading, link: Link) -> Sequence[Turn]:
     check_any(len(first), reading, f"{len(groups)} batches among {link.ranks} ranks")
     left = order.skip(groups, reading.start)
     after = list(accumulate(map(len, left), initial=reading.start))[1:]
-    each = link.ranks if reading.per_rank else 1
+    each = link.ranks if reading.shards.per_rank else 1
     turns: list[Turn] = []
     for j, filler in enumerate(first):
         keys = list(batches[j]) if j < len(batches) else []
@@ -206,7 +206,7 @@ def _ragged(source: Grouped, reading: Reading, link: Link) -> Sequence[Turn]:
         sizes = [len(group) for group in left[j * each : (j + 1) * each]]
         first_row = (
             sum(sizes[: link.rank])
-            if reading.per_rank
+            if reading.shards.per_rank
             else order.span(sizes[0], rank=link.rank, ranks=link.ranks)[0]
         )
         turns.append(Turn(keys or list(filler), len(keys), len(keys or filler), seen, first_row, sum(sizes)))

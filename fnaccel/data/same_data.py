@@ -32,9 +32,9 @@ def check_same_data(loader: object, reading: Reading, link: Link) -> None:
         LoaderError: ranks hold different data. Raised on every rank.
     """
     identity = None if link.group is None else _identity(getattr(loader, "dataset", loader))
-    if identity is None or "compared" in reading.kept:
+    if identity is None or "compared" in reading.shards.kept:
         return
-    reading.kept["compared"] = True
+    reading.shards.kept["compared"] = True
     digests: list[Any] = [None] * link.ranks
     link.talk(dist.all_gather_object, digests, identity, group=link.group)
     if len(set(digests)) > 1:

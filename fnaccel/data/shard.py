@@ -67,6 +67,7 @@ class Shards:
         start: the position at which iteration begins.
         step: the step of the first window.
         mesh: whose `batch` axis shares the rows. None: all ranks of the world.
+        kept: the persistent workers between epochs.
 
     Example:
         >>> shards = fa.shard(loader)
@@ -92,7 +93,7 @@ class Shards:
     start: Position = attrs.field(factory=Position)
     step: int = 0
     mesh: Mesh | None = None
-    _kept: dict[str, Any] = attrs.field(factory=dict[str, Any], eq=False, repr=False)
+    kept: dict[str, Any] = attrs.field(factory=dict[str, Any], eq=False, repr=False)
 
     def at(self, position: Position, *, step: int = 0) -> Shards:
         """The same, beginning at a position: `shards.at(state.data)` goes on at the position of a state.
@@ -432,16 +433,11 @@ def open_epoch(
         group = world.groups.data or group
     link = Link(rank=rank, ranks=ranks, device=device, group=group if ranks > 1 else None)
     reading = Reading(
+        shards=shards,
         epoch=shards.start.epoch,
         start=shards.start.samples,
         remainder=remainder or shards.remainder,
-        per_rank=shards.per_rank,
-        shuffle=shards.shuffle,
-        sampling=shards.sampling,
         seed=shards.seed,
-        kept=shards._kept,  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        copies=shards.copies,
-        per_sample=shards.rows_per_sample,
     )
     if shards.dispatch:
         if ranks > 1 and link.group is None:

@@ -37,9 +37,10 @@ def facts_of(source: Source, reading: Reading) -> dict[str, Any]:
     stock = loaders.order_of(source.sampler) if isinstance(source, Indexed) else None
     if stock is not None:
         samples, shuffled = stock
-        facts |= {"samples": samples, "shuffled": shuffled if reading.shuffle is None else reading.shuffle}
-        if reading.sampling is not None:  # without the seed, which tells whose rows were in which batch
-            facts["shuffled"] = reading.sampling
+        shards = reading.shards
+        facts |= {"samples": samples, "shuffled": shuffled if shards.shuffle is None else shards.shuffle}
+        if shards.sampling is not None:  # without the seed, which tells whose rows were in which batch
+            facts["shuffled"] = shards.sampling
         elif facts["shuffled"]:
             facts["seed"] = reading.seed
     with contextlib.suppress(TypeError, ValueError):  # samples that are no numbers and no strings

@@ -48,7 +48,7 @@ def open_stream(source: Stream, reading: Reading, link: Link) -> Iterator[Batch]
         LoaderError: the stream is empty, ends before the position, or leaves no batch.
     """
     for lot, position in _placed(rounds(source, reading, link), reading.epoch):
-        if reading.per_rank:
+        if reading.shards.per_rank:
             piece = lot[link.rank] if link.rank < len(lot) else None
             read_piece = lot[0] if piece is None else piece
             data, valid, rows = (
@@ -63,11 +63,11 @@ def open_stream(source: Stream, reading: Reading, link: Link) -> Iterator[Batch]
                 link.ranks > 1
                 and source.batch_size
                 and whole.rows > source.batch_size
-                and "rows" not in reading.kept
+                and "rows" not in reading.shards.kept
             ):
-                reading.kept["rows"] = True
+                reading.shards.kept["rows"] = True
                 warnings.warn(made_of(whole.rows, source.batch_size, "ranks"), UserWarning, stacklevel=2)
-            data, valid = part(whole, reading.per_sample, rank=link.rank, ranks=link.ranks)
+            data, valid = part(whole, reading.shards.rows_per_sample, rank=link.rank, ranks=link.ranks)
             rows = span(source.batch_size or whole.rows, rank=link.rank, ranks=link.ranks)[1]
             first = span(whole.rows, rank=link.rank, ranks=link.ranks)[0]
         yield Batch(
@@ -78,7 +78,7 @@ def open_stream(source: Stream, reading: Reading, link: Link) -> Iterator[Batch]
             first=first,
             together=sum(each.rows for each in lot),
             samples=min(valid, rows),
-            per_sample=reading.per_sample,
+            per_sample=reading.shards.rows_per_sample,
             source=reading.source,
         )
 
@@ -100,11 +100,11 @@ def shares(data: tree.Tree, rows: int, ranks: int, per_sample: int) -> tuple[lis
 
 def rounds(source: Stream, reading: Reading, link: Link) -> Iterator[list[Piece]]:
     """The batches that the ranks use at a time: one to be cut, or with `per_rank` one for each."""
-    each = link.ranks if reading.per_rank else 1
+    each = link.ranks if reading.shards.per_rank else 1
     head: list[Piece] = []
     skipped = _skippable(source, reading)
     trees = _trees(source, reading, link, skipped)
-    if reading.copies and not makes_new_tensors(source.loader):
+    if reading.shards.copies and not makes_new_tensors(source.loader):
         trees = map(copied, trees)
     pieces = _counted(trees, source.batch_size, reading, head, each, skipped)
     count = 0
@@ -141,7 +141,7 @@ def _counted(
     The first `keep` of the epoch go into `head`, from which "wrap" repeats. `after` samples were skipped.
     """
     for data in trees:
-        rows = Columns(data, per_sample=reading.per_sample).rows
+        rows = Columns(data, per_sample=reading.shards.rows_per_sample).rows
         if rows == 0:
             continue
         begin, after = after, after + rows
@@ -157,7 +157,7 @@ def _counted(
         data, rows = whole
         used = reading.start - begin
         if used > 0:
-            columns = Columns(data, per_sample=reading.per_sample)
+            columns = Columns(data, per_sample=reading.shards.rows_per_sample)
             data, rows = columns.cut([used, rows - used])[1], rows - used
         yield Piece(data, rows, after)
     check_start(after, reading)
@@ -203,7 +203,7 @@ def _trees(source: Stream, reading: Reading, link: Link, skipped: int) -> Iterab
             seed=reading.seed,
             epoch=reading.epoch,
             device=link.device,
-            workers=reading.kept,
+            workers=reading.shards.kept,
             one_by_one=True,
         )
     if is_plain(loader):
@@ -233,7 +233,7 @@ def _iterable(
         )
         return Reopenable(inner, KeyFeed(), settings["generator"])
 
-    places = reading.kept if keeps_workers(loader) else {}
+    places = reading.shards.kept if keeps_workers(loader) else {}
     batches = reopened(places, "stream", make, (), seed=reading.seed, epoch=reading.epoch)
     if loader.num_workers:
         return batches

@@ -127,10 +127,6 @@ class Gradients:
         if present:  # a rank may hold no element of a small model
             _torch.foreach_clamp_max_(present, most)
             _torch.foreach_clamp_min_(present, -most)
-        self.changed()
-
-    def changed(self) -> None:
-        """Note that values were changed in place: a norm taken before no longer holds."""
         self._raw = None
 
     def skip_where_nonfinite(self) -> None:
@@ -175,7 +171,7 @@ class Gradients:
         )
         self.shards = [made.get(leaf.name) for leaf in self._leaves]
         self.lent = False
-        self.changed()
+        self._raw = None
 
     def with_copies(self, state: Tree, *shown: Tree) -> Tree:
         """A state of a user's transform with copies of what it keeps of gradients and parameters."""

@@ -37,11 +37,6 @@ def hooks_on_parameter(param: torch.Tensor) -> int:
     return len(param._backward_hooks or ()) + len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
 
 
-def forward_hooks_of(module: torch.nn.Module) -> list[Any]:
-    """The functions that a forward of a module calls before and after it. (2.9 to 2.13)"""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-
-
 def hooks_on_module(module: torch.nn.Module) -> int:
     """How many hooks a backward pass runs at a module. (2.9 to 2.13)"""
     return len(module._backward_hooks) + len(module._backward_pre_hooks)

@@ -8,6 +8,7 @@ all-reduce can stand between them. `torch.where` chooses what stays as it is in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import attrs
@@ -249,18 +250,13 @@ class PureUpdate:
             metrics.update(sums.aux if isinstance(sums.aux, dict) else {"aux": sums.aux})
         own = {name: value for name, value in options.items() if name in self._optimizers.options}
 
-        def info(skip: torch.Tensor | None) -> Info:
-            return Info(
-                step=values["step"], updates=updates, params=shown, metrics=metrics,
-                skip=None if skip is None else skip.to(loss.dtype),
-            )  # fmt: skip
-
+        info = Info(step=values["step"], updates=updates, params=shown, metrics=metrics)
         grads = PureGradients(
             self._trained, [wide(grad) for grad in sums.grads], no_row_counts(sums.weight, loss)
         )
         grads.scale_by(ratio(torch.ones_like(loss), sums.weight))
         hooks = [(name, self._with_options(name, hook, options)) for name, hook in self._tail.gradients]
-        self._tail.change(grads, hooks, owns, info(None), keep)
+        self._tail.change(grads, hooks, owns, info, keep)
 
         skip = grads.skip
         old = [params[name] for name in self._trained]
@@ -273,7 +269,7 @@ class PureUpdate:
         for name, hook in self._tail.updates:
             if isinstance(hook, UserUpdate):
                 params = {key: value.clone() for key, value in params.items()}  # which it may write to
-                keep(owns, name, hook.fn(params, owns.get(name), info(skip)))
+                keep(owns, name, hook.fn(params, owns.get(name), replace(info, skip=grads.skipped())))
             else:
                 now, averages = {**sums.buffers, **params}, list(ema.values())
                 taken = [now[key] for key in ema]

@@ -8,8 +8,8 @@ if nobody listens.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -119,18 +119,6 @@ def _begin_compilation(_: object) -> None:
 
 def _end_compilation(_: object) -> None:
     _compiling.close()
-
-
-@contextmanager
-def within_step(step: int, of: str, *, shares: bool) -> Generator[None]:
-    """In the body, a check before a step, the mark says that its forward runs. At its end it is as before."""
-    before = NOW.step, NOW.of, NOW.first, NOW.shares
-    enter_step(step, of, first=True, shares=shares)
-    with within("forward"):
-        try:
-            yield
-        finally:
-            NOW.step, NOW.of, NOW.first, NOW.shares = before
 
 
 def leave_step(step: int) -> None:
