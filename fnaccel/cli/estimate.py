@@ -20,7 +20,6 @@ from fnaccel.config.references import load
 from fnaccel.errors import ArgumentError, require
 from fnaccel.estimate import (
     Choice,
-    InferenceEstimate,
     LeastTime,
     NamedModel,
     Rates,
@@ -65,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
         result = inference(
             named, rows=options.batch or 1, length=options.length, dtype=_dtype(recipe, options)
         )
-        report["inference"] = _plain_inference(result)
+        report["inference"] = {**attrs.asdict(result), "total": result.total}
         texts.append(str(result))
     elif options.fits is not None:
         budget = bytes_in(options.fits, f"{_PROG} --fits")
@@ -270,7 +269,3 @@ def _plain_choice(choice: Choice) -> dict[str, Any]:
 def _plain_time(least: LeastTime) -> dict[str, Any]:
     links: Mapping[str, float] = least.links
     return {"total": least.total, "compute": least.compute, "links": dict(links)}
-
-
-def _plain_inference(result: InferenceEstimate) -> dict[str, Any]:
-    return {**attrs.asdict(result), "total": result.total}

@@ -233,7 +233,7 @@ def override(recipe: Recipe, overrides: dict[str, Any], where: str = "overrides"
     Raises:
         ConfigError: as `from_yaml`.
     """
-    plain = _unstructured(recipe)
+    plain: dict[str, Any] = attrs.asdict(recipe)
     for dotted, value in overrides.items():
         *parents, last = dotted.split(".")
         inner = plain
@@ -245,7 +245,3 @@ def override(recipe: Recipe, overrides: dict[str, Any], where: str = "overrides"
             inner = inner[parent]
         inner[last] = value
     return read(plain, where)
-
-
-def _unstructured(recipe: Recipe) -> dict[str, Any]:
-    return attrs.asdict(recipe)

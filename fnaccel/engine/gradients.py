@@ -157,13 +157,7 @@ class Gradients:
             TreeMismatchError: other names or shapes than it was given. Nothing was taken.
         """
         leaves = {leaf.name: leaf for leaf, g in zip(self._leaves, self.shards, strict=True) if g is not None}
-        problems = differences(named, {name: leaf.shown for name, leaf in leaves.items()}, "gradients")
-        if problems:
-            raise TreeMismatchError(
-                f"transform {transform!r} returned {'; '.join(problems)}",
-                where=f"transform {transform} (GRADS)",
-                fix="return one gradient for each name given, shaped as it came",
-            )
+        check_returned(named, {name: leaf.shown for name, leaf in leaves.items()}, transform)
         # strides of the parameters: fused kernels pair elements by their place in memory
         made = {name: torch.empty_like(leaf.shard) for name, leaf in leaves.items()}
         _torch.foreach_copy_(
@@ -173,25 +167,33 @@ class Gradients:
         self.lent = False
         self._raw = None
 
-    def with_copies(self, state: Tree, *shown: Tree) -> Tree:
-        """A state of a user's transform with copies of what it keeps of gradients and parameters."""
-        return with_copies(state, *shown)
+    @staticmethod
+    def with_copies(state: Tree, *shown: Tree) -> Tree:
+        """A state with copies of what it keeps of gradients and parameters, whose memory is written again.
+
+        The next backward pass writes to gradients, and the update to parameters.
+        """
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(state)):
+            return state
+        held = {_torch.local_of(tensor).untyped_storage().data_ptr() for tensor in tree.leaves(shown)}
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+                return leaf
+            return leaf.clone() if _torch.local_of(leaf).untyped_storage().data_ptr() in held else leaf
+
+        return tree.map(copied, state)
 
 
-def with_copies(state: Tree, *shown: Tree) -> Tree:
-    """A state with copies of what it keeps of gradients and parameters, whose memory is written again.
-
-    The next backward pass writes to gradients, and the update to parameters.
-    """
-    if not any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(state)):
-        return state
-    held = {_torch.local_of(tensor).untyped_storage().data_ptr() for tensor in tree.leaves(shown)}
-
-    def copied(leaf: Any) -> Any:
-        kept = isinstance(leaf, torch.Tensor) and leaf.numel()
-        return leaf.clone() if kept and _torch.local_of(leaf).untyped_storage().data_ptr() in held else leaf
-
-    return tree.map(copied, state)
+def check_returned(named: Tree, given: Mapping[str, Any], transform: str) -> None:
+    """Raise TreeMismatchError if a user's transform returned other names or shapes than it was given."""
+    problems = differences(named, given, "gradients")
+    if problems:
+        raise TreeMismatchError(
+            f"transform {transform!r} returned {'; '.join(problems)}",
+            where=f"transform {transform} (GRADS)",
+            fix="return one gradient for each name given, shaped as it came",
+        )
 
 
 def differences(named: Tree, like: Mapping[str, Any], what: str) -> list[str]:

@@ -281,7 +281,7 @@ class Divisor:
             totals.know_weights(
                 [check_weight(weight_fn(m.data), loss.where) if m.valid else 0 for m in micro_batches]
             )
-            ratio = self._ratio()
+            ratio = _ratio(self._engine, self._totals.weight, self._apart)
             self.up_front = ratio if scale is None else scale * ratio
         elif self.waits:
             self.up_front = scale
@@ -293,12 +293,8 @@ class Divisor:
         """The total of a micro-batch as it is differentiated."""
         if self.waits:
             self._totals.wait()
-            total = total * self._ratio()
+            total = total * _ratio(self._engine, self._totals.weight, self._apart)
         return total if self.up_front is None else total * self.up_front
-
-    def _ratio(self) -> Any:
-        ratio = _ratio(self._engine, self._totals.weight)
-        return ratio if self._apart == 1 else ratio / self._apart
 
 
 def multiplier_of(
@@ -319,9 +315,9 @@ def multiplier_of(
     return None if isinstance(multiplier, float) and multiplier == 1.0 else multiplier
 
 
-def _ratio(engine: Engine, weight: Scalar) -> Any:
-    """The factor that undoes the engine's own average, over the global weight."""
-    ranks = engine.layout.mesh.loss_size
+def _ratio(engine: Engine, weight: Scalar, apart: int = 1) -> Any:
+    """The factor that undoes the engine's own average, over the global weight, and over `apart`."""
+    ranks = engine.layout.mesh.loss_size / apart
     if isinstance(weight, torch.Tensor):
         dtype = wide_dtype(engine)
         # a count divides to torch's default dtype

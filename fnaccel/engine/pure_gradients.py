@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from fnaccel.engine.gradients import differences
-from fnaccel.errors import TreeMismatchError
+from fnaccel.engine.gradients import check_returned
 from fnaccel.tree import Tree
 
 
@@ -78,13 +77,7 @@ class PureGradients:
         Raises:
             TreeMismatchError: other names or shapes than it was given.
         """
-        problems = differences(named, self.by_name(), "gradients")
-        if problems:
-            raise TreeMismatchError(
-                f"transform {transform!r} returned {'; '.join(problems)}",
-                where=f"transform {transform} (GRADS)",
-                fix="return one gradient for each name given, shaped as it came",
-            )
+        check_returned(named, self.by_name(), transform)
         self.values = [
             named[name].to(value.dtype) for name, value in zip(self._names, self.values, strict=True)
         ]

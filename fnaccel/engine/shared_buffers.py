@@ -69,12 +69,7 @@ class SharedBuffers:
         for place, slot in enumerate(moving):
             each = [of_rank[place] for of_rank in sizes]
             if len(set(each)) > 1:
-                raise CapabilityError(
-                    f"the buffer {self._names[slot]} has {each} bytes on the ranks, and they share its value",
-                    where="train_step(state, batch)",
-                    fix="register it with persistent=False if each rank is to have its own; or "
-                    "fa.ddp(sync_buffers=False)",
-                )
+                raise self._sizes_differ(slot, f"{each} bytes on the ranks, and they share its value")
         self._shared, self._sizes = moving, [self._size(slot) for slot in moving]
 
     def _check_sizes(self) -> None:
@@ -82,12 +77,15 @@ class SharedBuffers:
         for slot, size in zip(self._shared, self._sizes, strict=True):
             now = self._size(slot)
             if now != size:
-                raise CapabilityError(
-                    f"the buffer {self._names[slot]} has {now} bytes on this rank, and had {size} on all",
-                    where="train_step(state, batch)",
-                    fix="register it with persistent=False if each rank is to have its own; or "
-                    "fa.ddp(sync_buffers=False)",
-                )
+                raise self._sizes_differ(slot, f"{now} bytes on this rank, and had {size} on all")
+
+    def _sizes_differ(self, slot: int, what: str) -> CapabilityError:
+        return CapabilityError(
+            f"the buffer {self._names[slot]} has {what}",
+            where="train_step(state, batch)",
+            fix="register it with persistent=False if each rank is to have its own; or "
+            "fa.ddp(sync_buffers=False)",
+        )
 
     def _size(self, slot: int) -> int:
         tensor = self._buffers.tensor(slot)

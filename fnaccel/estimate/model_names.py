@@ -134,17 +134,14 @@ def _of_transformers(name: str, *, trust_remote_code: bool) -> NamedModel:
         with empty():
             if kind is not None:
                 return kind._from_config(config, dtype=torch.float32)  # noqa: SLF001 - what from_config calls
-            auto = transformers.AutoModelForCausalLM if _has_code(config) else transformers.AutoModel
+            has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+            auto = transformers.AutoModelForCausalLM if has_code else transformers.AutoModel
             return auto.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
 
     batch = _batch_for(config, kind)
     return NamedModel(
         name=name, factory=factory, config=config, loss_fn=None if batch is None else _own_loss, batch=batch
     )
-
-
-def _has_code(config: object) -> bool:
-    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
 
 
 def _class_of(transformers: Any, config: Any, *, trust_remote_code: bool) -> Any:

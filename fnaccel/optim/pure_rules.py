@@ -15,7 +15,7 @@ import torch
 
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.parameter import Leaf
-from fnaccel.optim.description import Group, Optimizer, group_leaves, takes_tensors
+from fnaccel.optim.description import Optimizer, group_leaves, takes_tensors
 from fnaccel.optim.operations import PURE
 from fnaccel.optim.rules import (
     AddDecayedWeights,
@@ -72,7 +72,8 @@ class _Rule:
             own = first_slots(each.part, PURE, [leaves[i].shard.detach() for i in self.places(each)])
             self.shown.append({name: free_name(name, taken) for name in own})
             taken.update(self.shown[-1].values())
-            numbers = {_option_of(each.part, field): field for field in _numbers_of(each.part)}
+            kind: Any = type(each.part)
+            numbers = {_ALIASES.get((kind, field), field): field for field in _numbers_of(each.part)}
             self.fields.append({name: field for name, field in numbers.items() if name not in fixed})
 
     def places(self, each: PlacedPart) -> list[int]:
@@ -93,10 +94,6 @@ def _numbers_of(part: Any) -> list[str]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _option_of(part: Any, field: str) -> str:
-    return _ALIASES.get((type(part), field), field)
 
 
 def with_number(record: Any, field: str, value: Any) -> Any:
@@ -170,7 +167,8 @@ class PureOptimizers:
             fixed = [name for name in base if options[name] != base[name]]
             schedule = optimizer.lr if group.lr is None else group.lr
             name = f"{rate}/{group.name}" if group.name else rate
-            common = name, schedule, group.lr is None, [indices[i] for i in places], _leaves_of(group)
+            members = [member.leaf for member in group.members]
+            common = name, schedule, group.lr is None, [indices[i] for i in places], members
             self._rules.append(_Rule(*common, optimizer.kernel.parts(options), fixed))
             self._watch(rate, schedule)
             if options.get("weight_decay") == 0 and "weight_decay" not in fixed:
@@ -279,10 +277,6 @@ class PureOptimizers:
 
 def _name_of(rule: _Rule) -> str:
     return rule.rate.removeprefix("lr/")
-
-
-def _leaves_of(group: Group) -> list[Leaf]:
-    return [member.leaf for member in group.members]
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fnaccel.data.micro_batches import MicroBatch, MicroBatches
 from fnaccel.engine.engine import Engine
-from fnaccel.engine.gradients import Gradients, with_copies
+from fnaccel.engine.gradients import Gradients
 from fnaccel.engine.passes import Loss
 from fnaccel.errors import ArgumentError, require
 from fnaccel.program.plan import order
@@ -77,7 +77,8 @@ class UserUpdate:
     def on_update(self, engine: Engine, state: Tree, info: Info) -> Any:
         """Call it with the parameters by name. It may change them in place."""
         with torch.no_grad():
-            return with_copies(self.fn(engine.layout.parameters, state, info), engine.layout.parameters)
+            params = engine.layout.parameters
+            return Gradients.with_copies(self.fn(params, state, info), params)
 
 
 @runtime_checkable

@@ -15,7 +15,18 @@ from fnaccel.step.loss import Scalar
 from fnaccel.world.interrupts import Swapped
 
 
-class Averaged(Exchange):
+class _Moved(Swapped):
+    """In the body parameters hold other values than those that are trained, and the lease says so."""
+
+    _lease: Lease
+
+    def lose(self) -> None:
+        """Let the state be dead."""
+        self._lease.owner.donate_live()
+        self._lease.averaged = False
+
+
+class Averaged(_Moved, Exchange):
     """A context in whose body parameters hold the averages of `with_ema`, and the lease says so.
 
     If the parameters can't be put back (memory runs out twice), the state is dead.
@@ -44,13 +55,8 @@ class Averaged(Exchange):
         super().undo()
         self._lease.averaged = False
 
-    def lose(self) -> None:
-        """Let the state be dead."""
-        self._lease.owner.donate_live()
-        self._lease.averaged = False
 
-
-class EvaluationPoint(Swapped):
+class EvaluationPoint(_Moved):
     """A context in whose body parameters are where optimizers with `train()` and `eval()` evaluate.
 
     `train()` alone does not give the bits back, so the parameters are put back from copies.
@@ -84,11 +90,6 @@ class EvaluationPoint(Swapped):
             _torch.foreach_copy_(list(self._parameters), self._kept)
             self._kept = []
             self._lease.averaged = False
-
-    def lose(self) -> None:
-        """Let the state be dead."""
-        self._lease.owner.donate_live()
-        self._lease.averaged = False
 
 
 def average_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from fnaccel import _torch
 from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.engine.exchange import Exchange
-from fnaccel.engine.gradients import Gradients, differences, part_like, with_copies
+from fnaccel.engine.gradients import Gradients, differences, part_like
 from fnaccel.engine.passes import Inputs, Outcome, Passes
 from fnaccel.engine.user_draws import pausing
 from fnaccel.errors import CapabilityError, TreeMismatchError
@@ -58,7 +58,7 @@ def gradients_at(
             fix="give a value for each trained parameter, by its name and in its shape",
         )
     # the parameters are about to change, and a value may share memory with one
-    values = with_copies(
+    values = Gradients.with_copies(
         [part_like(params[leaf.name], leaf).detach() for leaf in leaves], [leaf.shard for leaf in leaves]
     )
     # a strategy may use the memory of its gradients again, and the hook holds them

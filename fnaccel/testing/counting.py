@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Generator, Mapping
-from types import MappingProxyType
 
 import attrs
 
@@ -19,10 +18,6 @@ from fnaccel.errors import ArgumentError
 from fnaccel.models.operation_counts import COLLECTIVE_KINDS
 
 _PREFIX = "c10d::"
-
-
-def _no_counts() -> Mapping[str, int]:
-    return MappingProxyType({})
 
 
 @attrs.frozen
@@ -34,7 +29,7 @@ class CollectiveCounts:
             `scatter`, `gather`, `reduce`, `all_to_all`, `send`, `recv` and `barrier`.
     """
 
-    counts: Mapping[str, int] = attrs.field(factory=_no_counts, converter=dict[str, int])
+    counts: Mapping[str, int] = attrs.field(factory=dict[str, int], converter=dict[str, int])
 
     @property
     def total(self) -> int:

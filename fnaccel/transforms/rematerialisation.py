@@ -92,7 +92,8 @@ def _recomputing(forward: Callable[..., Any], save: Kept) -> Callable[..., Any]:
                 kwargs["use_cache"] = False
         context_fn = selective
         # a graph moves buffers in its forward only
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _has_buffers(module):
+        any_buffer = next(module.buffers(), None) is not None
+        if any_buffer and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             context_fn = functools.partial(_still_buffers, _buffers_of(module), selective)
         options = {} if context_fn is None else {"context_fn": context_fn}
         run: Callable[..., Any] = functools.partial(forward, module)
@@ -143,10 +144,6 @@ def _twice_alike(run: Callable[..., Any], module: nn.Module) -> Callable[..., An
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 _moving: weakref.WeakKeyDictionary[nn.Module, MovingBuffers] = weakref.WeakKeyDictionary()
-
-
-def _has_buffers(module: nn.Module) -> bool:
-    return next(module.buffers(), None) is not None
 
 
 def _buffers_of(module: nn.Module) -> MovingBuffers:

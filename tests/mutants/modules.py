@@ -45,7 +45,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks see the gradient of the mean of ranks", "engine/passes.py",
-        "ratio / self._apart", "ratio",
+        "loss_size / apart", "loss_size",
         (TRAPS, "-k", "module and hooks and ddp-eager"),
     ),
     Mutant(

@@ -48,7 +48,8 @@ def run(arguments: Sequence[str]) -> int:
         if options.answers is not None:
             answers = _answers_of(machine, options.answers)
         else:
-            read = _read_with_arrows if in_terminal and _has_questionary() else _read_line
+            has_arrows = in_terminal and importlib.util.find_spec("questionary") is not None
+            read = _read_with_arrows if has_arrows else _read_line
             if output.exists() and not options.overwrite and not _may_replace(output, read):
                 return _nothing_written()
             answers = answers_by(machine, read)
@@ -61,10 +62,6 @@ def run(arguments: Sequence[str]) -> int:
     else:
         _show(recipe, output, str(answers["where"]))
     return 0
-
-
-def _has_questionary() -> bool:
-    return importlib.util.find_spec("questionary") is not None
 
 
 def answers_by(machine: Machine, read: Read) -> dict[str, Any]:

@@ -67,6 +67,5 @@ def _short(value: Any, width: int = 30) -> str:
 def _as_json(imported: Imported, recipe: str) -> dict[str, Any]:
     return {
         "rows": [attrs.asdict(row) for row in imported.rows],
-        "notes": list(imported.notes),
         "recipe": yaml.safe_load(recipe),
     }

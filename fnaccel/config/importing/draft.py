@@ -47,7 +47,6 @@ class Imported:
         recipe: the recipe.
         rows: one row for each key of the document that has no keys below it, in its order.
         fields: the dotted fields that the document sets, also if they have their default value.
-        notes: values that hold without a key, such as defaults of the other tool.
 
     Example:
         >>> imported = fa.config.import_document({"num_processes": 2, "use_cpu": True})
@@ -60,7 +59,6 @@ class Imported:
     recipe: Recipe
     rows: tuple[Row, ...]
     fields: dict[str, Any]
-    notes: tuple[str, ...] = ()
 
 
 def leaves_of(document: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

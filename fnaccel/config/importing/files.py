@@ -76,7 +76,7 @@ def import_document(
         files: parsed DeepSpeed files that an Accelerate document names, by that name.
 
     Returns:
-        `recipe`, `rows` (key, value, became, why), `fields` and `notes`.
+        `recipe`, `rows` (key, value, became, why) and `fields`.
 
     Raises:
         ConfigError: it is a recipe, belongs to no known tool, or its values contradict each other.
@@ -191,7 +191,7 @@ def commented(imported: Imported, source: str) -> str:
           ranks: 2
           cpu: true
     """
-    lines = [f"# imported from {source}", *(f"# {note}" for note in imported.notes)]
+    lines = [f"# imported from {source}"]
     tree = tree_of(imported.fields)
     lines += _emit({name: tree[name] for name in _OURS if name in tree}, "")
     needs = [row for row in imported.rows if "needs" in row.why.lower()]

@@ -143,16 +143,13 @@ def tensors_in(state: Mapping[Any, Any], file: Path) -> dict[str, Found]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.is_meta:
             raise damaged(f"{name} in {file.name} has no values: it was saved from the device meta", file)
-        if not isinstance(value, torch.Tensor) or not _is_dense(value):
+        strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if not strided or value.is_quantized or value.is_nested:
             if str(name).endswith("_extra_state"):  # a module's extra state, no tensor
                 continue
             raise damaged(f"{name} in {file.name} is a {type(value).__name__}, not a dense tensor", file)
         tensors[str(name)] = held(value, mapped=mapped)
     return tensors
-
-
-def _is_dense(value: torch.Tensor) -> bool:
-    return value.layout is torch.strided and not value.is_quantized and not value.is_nested
 
 
 def with_optimizer(source: Source, content: Mapping[str, Any], file: Path) -> Source:

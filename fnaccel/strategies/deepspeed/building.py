@@ -52,7 +52,7 @@ def building(name: str) -> Generator[None]:
     folder = Path(_torch.extension_directory(name))
     with _flock(folder.with_name(f".{name}.fnaccel.lock")) as mark:
         lock, library = folder / "lock", folder / f"{name}.so"
-        if lock.exists() and _is_marked(mark):
+        if lock.exists() and mark is not None and os.fstat(mark).st_size > 0:
             lock.unlink(missing_ok=True)
         foreign = _check_foreign(lock)
         if not library.exists() and not foreign:
@@ -96,10 +96,6 @@ def _flock(path: Path) -> Generator[int | None]:
         yield file
     finally:
         os.close(file)
-
-
-def _is_marked(file: int | None) -> bool:
-    return file is not None and os.fstat(file).st_size > 0
 
 
 def _set_mark(file: int | None, text: str) -> None:

@@ -32,7 +32,7 @@ def delegate(spec: Spec, record: Deepspeed) -> Delegation:
         CapabilityError: the step needs a capability that DeepSpeed lacks.
         ConfigError: the file, the arguments, the step and the optimizer don't agree.
     """
-    draft = Draft(record.written, _origin(record))
+    draft = Draft(record.written, "fa.deepspeed()" if record.config is None else record.config.origin)
     draft.check_shape()
     _arguments(record, draft)
     step = _precision(spec.step, draft)
@@ -54,10 +54,6 @@ def delegate(spec: Spec, record: Deepspeed) -> Delegation:
         notes=_notes(step, record),
         rows=rows,
     )
-
-
-def _origin(record: Deepspeed) -> str:
-    return "fa.deepspeed()" if record.config is None else record.config.origin
 
 
 def _arguments(record: Deepspeed, draft: Draft) -> None:
