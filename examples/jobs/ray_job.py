@@ -34,6 +34,7 @@ def train(program: list[str]) -> None:
 def main() -> None:
     """Start the workers, and wait for their end."""
     workers, *program = sys.argv[1:]
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # workers stay where the script lies
     ray.init()
     trainer = TorchTrainer(
         lambda: train(program),

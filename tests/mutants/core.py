@@ -132,8 +132,8 @@ MUTANTS = [
         ("tests/laws/test_laws.py", "-k", "told_the_same"),
     ),
     Mutant(
-        "hooks on captured gradients left out", "program/tail.py",
-        "own = hook.on_gradients(grads, states.get(name), info)", "own = states.get(name)",
+        "hooks on captured gradients left out", "program/step_graph.py", "            return tail.run(engine, gradients, {}, info, apply)",
+        "            apply()\n            return None",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(

@@ -33,7 +33,7 @@ launch:
     arguments: {{volume_size: 100}}
 """
 IMAGE = "image: 123456789012.dkr.ecr.us-east-1.amazonaws.com/train:1"
-VERSIONS = "torch: 2.1.0\n    transformers: 4.36.0\n    python: py310"
+VERSIONS = "torch: 2.9.0\n    transformers: 5.3.0\n    python: py312"
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_training_job_reaches_the_service(account, tmp_path, container):
     assert request["RoleArn"] == "arn:aws:iam::123456789012:role/trainer"
     image = request["AlgorithmSpecification"]["TrainingImage"]
     assert ("train:1" in image) == (container == IMAGE)
-    assert ("huggingface-pytorch-training:2.1.0-transformers4.36.0" in image) == (container == VERSIONS)
+    assert ("huggingface-pytorch-training:2.9.0-transformers5.3.0" in image) == (container == VERSIONS)
     assert request["AlgorithmSpecification"]["MetricDefinitions"] == [
         {"Name": "loss", "Regex": "loss=([0-9.]+)"}
     ]
