@@ -13,7 +13,6 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel import World
 from fnaccel.big.budget import Budget, Device
 from fnaccel.big.device_map import DeviceMap, as_map, device_map
 from fnaccel.big.dispatch import Dispatch, check_free, dispatched
@@ -35,7 +34,7 @@ from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
 from fnaccel.interchange.sources.detect import Format, opened
 from fnaccel.interchange.targets import Targets
 from fnaccel.world.paths import local_path, optional_path
-from fnaccel.world.world import find_current
+from fnaccel.world.world import World, find_current
 
 _WHERE = "fa.big.load"
 _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,7 +11,6 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel import World
 from fnaccel.big.device_map import DeviceMap
 from fnaccel.big.mapped_pages import let_go
 from fnaccel.big.mover import torch_device
@@ -23,6 +22,7 @@ from fnaccel.checkpoint.format.found import Found
 from fnaccel.interchange.fitting import Fit
 from fnaccel.interchange.targets import Targets
 from fnaccel.loop.progress import open_bar
+from fnaccel.world.world import World
 
 _WHERE = "fa.big.load"
 

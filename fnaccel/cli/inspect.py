@@ -11,7 +11,6 @@ from typing import Any
 
 import attrs
 
-from fnaccel import TrainState
 from fnaccel.checkpoint import checkpoints, reading
 from fnaccel.checkpoint.disk.directory import Directory, attempts
 from fnaccel.checkpoint.disk.finding import open_checkpoint
@@ -23,6 +22,7 @@ from fnaccel.cli.terminal import columns, printable
 from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.sources.detect import detect, opened
 from fnaccel.interchange.sources.safetensors_files import files_of
+from fnaccel.state import TrainState
 from fnaccel.texts import counted, size_of
 
 _PROG = "fnaccel inspect"

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import attrs
 
-from fnaccel import distribute
 from fnaccel.errors import FnaccelError
 from fnaccel.estimate.training_memory import TrainingEstimate, training
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.step.step import StepLike
-from fnaccel.strategies.distribute import Model
+from fnaccel.strategies.distribute import Model, distribute
 from fnaccel.transforms import remat
 from fnaccel.tree import Tree
 

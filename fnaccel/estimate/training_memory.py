@@ -11,7 +11,6 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel import simulate
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, require
 from fnaccel.estimate.account import GRADIENTS, Account, Peak
 from fnaccel.estimate.repeated import CHECKED, TRACED
@@ -34,7 +33,7 @@ from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.texts import size_of
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import build, resolve
-from fnaccel.world.simulation import absent_world, check_machines, check_ranks
+from fnaccel.world.simulation import absent_world, check_machines, check_ranks, simulate
 
 _KINDS = {
     "parameters": "parameters",

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnaccel import TrainState, World
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk import durable, placing
 from fnaccel.checkpoint.format.items import Item, check_items, of_tensors
@@ -35,7 +34,9 @@ from fnaccel.interchange.exporting import (
 )
 from fnaccel.interchange.model_config import author_class
 from fnaccel.interchange.targets import check_exportable, modules_of
+from fnaccel.state import TrainState
 from fnaccel.world.paths import local_path
+from fnaccel.world.world import World
 
 _WHERE = "fa.interchange.export_adapter"
 _WEIGHTS = "adapter_model.safetensors"

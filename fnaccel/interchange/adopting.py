@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from fnaccel import TrainState, World
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.disk.directory import attempts
@@ -26,10 +25,10 @@ from fnaccel.interchange.sources.detect import Format
 from fnaccel.interchange.sources.detect import opened as open_source
 from fnaccel.interchange.targets import SECTIONS, sections_of, targets_of, tensors_of
 from fnaccel.program.update_guard import keeping_modes
-from fnaccel.state import lease_of
+from fnaccel.state import TrainState, lease_of
 from fnaccel.tree import Tree
 from fnaccel.world.paths import local_path
-from fnaccel.world.world import current
+from fnaccel.world.world import World, current
 
 T = TypeVar("T")
 _WHERE = "fa.interchange.adopt"

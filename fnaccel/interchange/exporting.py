@@ -13,7 +13,6 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel import TrainState, World
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.disk import durable, placing
@@ -35,12 +34,12 @@ from fnaccel.interchange.targets import (
     tied_paths,
 )
 from fnaccel.models.building import is_owned
-from fnaccel.state import lease_of
+from fnaccel.state import TrainState, lease_of
 from fnaccel.step.choices import DtypeName
 from fnaccel.step.precision_policy import dtype_of
 from fnaccel.texts import bytes_in
 from fnaccel.world.paths import local_path
-from fnaccel.world.world import current
+from fnaccel.world.world import World, current
 
 _WHERE = "fa.interchange.export_hf"
 

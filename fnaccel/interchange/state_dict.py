@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 
-from fnaccel import TrainState, World, tree
+from fnaccel import tree
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.format.items import pick
 from fnaccel.errors import ArgumentError
 from fnaccel.interchange.exporting import Style, dtype_in, keys_of, one_model, weights_of, world_of
 from fnaccel.interchange.targets import check_exportable, modules_of
+from fnaccel.state import TrainState
 from fnaccel.step.choices import DtypeName
 from fnaccel.tree import Tree
+from fnaccel.world.world import World
 
 _WHERE = "fa.interchange.gather_state_dict"
 

@@ -9,13 +9,12 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel import TrainState
 from fnaccel.checkpoint.format.found import unescaped
 from fnaccel.checkpoint.format.walk import child, shown
 from fnaccel.checkpoint.saving import check_same_on_ranks
 from fnaccel.errors import ArgumentError, UnleasedStateError
 from fnaccel.models.constant_buffers import constant_buffers
-from fnaccel.state import check_live, check_trained, lease_of
+from fnaccel.state import TrainState, check_live, check_trained, lease_of
 from fnaccel.tree import Tree
 
 SECTIONS = ("params", "buffers", "opt", "ema")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnaccel import TrainState, World
 from fnaccel.big.quantize.choosing import linear_layers, quantized_layers
 from fnaccel.big.quantize.config import config_of
 from fnaccel.big.quantize.layer import QuantizedLayer
@@ -25,7 +24,9 @@ from fnaccel.errors import ArgumentError, require
 from fnaccel.interchange.exporting import Style, finish, world_of, writer
 from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.targets import check_exportable, modules_of
+from fnaccel.state import TrainState
 from fnaccel.texts import bytes_in
+from fnaccel.world.world import World
 
 _WHERE = "fa.big.save_quantized"
 

@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fnaccel import TrainState
 from fnaccel.checkpoint.disk import publish as commit
 from fnaccel.checkpoint.disk.finding import open_checkpoint
 from fnaccel.checkpoint.format.found import Found, Source, read_all, unescaped
@@ -19,6 +18,7 @@ from fnaccel.checkpoint.format.manifest import Stored
 from fnaccel.checkpoint.format.values import decode
 from fnaccel.checkpoint.format.walk import child
 from fnaccel.checkpoint.reading import Files, Request, verify
+from fnaccel.state import TrainState
 from fnaccel.tree import Tree
 
 

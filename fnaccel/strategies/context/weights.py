@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fnaccel import Mean, tree
+from fnaccel import tree
 from fnaccel.data.cut import rows_of
 from fnaccel.errors import LossError
-from fnaccel.step.loss import is_combinable
+from fnaccel.step.loss import Mean, is_combinable
 from fnaccel.tree import Tree
 
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fnaccel import World
 from fnaccel.errors import MissingBackendError, install_line
 from fnaccel.strategies.deepspeed.building import guard
 from fnaccel.world.mesh import ensure_group
-from fnaccel.world.world import announce
+from fnaccel.world.world import World, announce
 
 _last: weakref.ref[Any] | None = None
 

@@ -9,15 +9,17 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel import Step, accumulate, clip_norm, with_precision
 from fnaccel.errors import CapabilityError, ConfigError
 from fnaccel.extend import Delegation, Spec, delegator
 from fnaccel.step.choices import PrecisionName
 from fnaccel.step.precision_policy import DTYPES, Precision
+from fnaccel.step.step import Step
 from fnaccel.strategies.deepspeed.choosing import choose_update
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
-from fnaccel.transforms.accumulation import Accumulate
+from fnaccel.transforms.accumulation import Accumulate, accumulate
+from fnaccel.transforms.clipping import clip_norm
+from fnaccel.transforms.precision import with_precision
 
 _WHERE = "fa.deepspeed"
 _DELEGATED = frozenset({"accumulate", "clip_norm", "skip_nonfinite"})

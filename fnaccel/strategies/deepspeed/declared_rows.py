@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fnaccel import World
 from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.cut import rows_of
 from fnaccel.errors import MicroBatchError
 from fnaccel.extend import MicroBatches
+from fnaccel.world.world import World
 
 
 class DeclaredRows:

@@ -13,12 +13,11 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel import chain
 from fnaccel.errors import ArgumentError, CapabilityError, UnknownNameError, as_names, nearest, require
 from fnaccel.extend import Capability, Phase, Spec, Transform
 from fnaccel.models.layers import Layers, check_patterns, matches
 from fnaccel.models.meta import modules_without_values
-from fnaccel.step.chain import Chain
+from fnaccel.step.chain import Chain, chain
 from fnaccel.step.precision_policy import Precision
 from fnaccel.transforms.float8 import torchao as by_torchao
 from fnaccel.transforms.float8 import transformer_engine as by_transformer_engine
