@@ -15,14 +15,13 @@ from torch import nn
 
 from fnaccel import _torch
 from fnaccel.engine.engine import Opened
-from fnaccel.extend import Build, Built, Capture, Cut, Engine, Forward, Layout, Leaf
+from fnaccel.extend import Build, Built, Capture, Cut, Engine, Forward, Layout, Leaf, Mesh
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_regather import GatheredShards, gathered_shards, zero3_pass
 from fnaccel.strategies.layout import copies_of, strides_of
 from fnaccel.strategies.partial_gradients import with_sums_in_graph
 from fnaccel.strategies.shard_dims import owners_of, shard_dims
 from fnaccel.strategies.whole_leaves import Piece, Shards, Unit
-from fnaccel.world.mesh import Mesh
 
 # autocast casts the weights of these by itself: gathered in the compute dtype, they come out the same
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
+from fnaccel.engine import stop_request
 from fnaccel.engine.combine import Agreement
 from fnaccel.engine.stop_request import Notice
 from fnaccel.engine.totals import Totals
@@ -362,19 +363,17 @@ def test_an_accelerator_answers_one_step_later(monkeypatch):
     """Always one, whether or not the copy has arrived: ranks must not differ."""
     waited = []
 
-    class Event:
-        def __init__(self, device):
-            self.number = len(waited)
+    class Copy:
+        """A copy that is on its way from a device."""
 
-        def record(self):
-            pass
+        def __init__(self, tensor):
+            self.tensor = tensor.clone()
 
-        def synchronize(self):
-            waited.append(self.number)
+        def read(self):
+            waited.append(self)
+            return self.tensor
 
-    real = torch.empty_like
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch, "empty_like", lambda x, **_: real(x))
+    monkeypatch.setattr(stop_request, "HostCopy", Copy)
     notice = Notice()
     answers = []
     for asked in (0.0, 1.0, 0.0):
