@@ -430,18 +430,6 @@ def keep_inherited() -> None:
     _inherited.extend(_ended)
 
 
-_last_world: weakref.ref[Any] | None = None
-
-
-def forget_old_meshes() -> None:
-    """Call `forget_meshes` if another world's process group began since the last call."""
-    global _last_world  # the cache is torch's, and one for the process
-    group: Any = dist.group.WORLD
-    if _last_world is None or _last_world() is not group:
-        _last_world = weakref.ref(group)
-        forget_meshes()
-
-
 def forget_meshes() -> None:
     """Clear DTensor's caches of meshes: the next world's mesh equals one without groups. (2.13)"""
     if "torch.distributed.tensor" not in sys.modules:

@@ -321,7 +321,8 @@ def shard(
             where=where,
             fix="leave shuffle out, and let the sampler shuffle",
         )
-    if shuffle is not None and not _has_order(source):
+    ordered = isinstance(source, Indexed) or (isinstance(source, Stream) and source.sampler is not None)
+    if shuffle is not None and not ordered:
         raise LoaderError(
             f"shuffle={shuffle} can't change the order in which a {type(loader).__name__} makes batches",
             where=where,
@@ -395,10 +396,6 @@ def open_on(shards: Shards, mesh: Mesh, *, remainder: Remainder | None = None) -
         group=mesh.group("batch"),
         remainder=remainder,
     )
-
-
-def _has_order(source: Source) -> bool:
-    return isinstance(source, Indexed) or (isinstance(source, Stream) and source.sampler is not None)
 
 
 def open_epoch(

@@ -74,8 +74,9 @@ class CapturedStep:
         self._graph = StepGraph(engine, capture, loss, tail, updater, params)
         self.add = settings.of_step(self._graph.add, capture.graph_pass)
         self.finish = settings.of_step(self._graph.finish, capture.graph_pass)
-        averages = capture.average is not None and loss.sync_each
-        self.blank = self._blank_shards if averages else capture.blank
+        self.blank = capture.blank
+        if capture.average is not None and loss.sync_each:
+            self.blank = lambda: [torch.zeros_like(leaf.shard) for leaf in capture.leaves]
 
     def call(
         self,
@@ -129,9 +130,6 @@ class CapturedStep:
                 "fa.compile takes the loss only",
             )
         self._graph.used = used
-
-    def _blank_shards(self) -> list[torch.Tensor]:
-        return [torch.zeros_like(leaf.shard) for leaf in self._capture.leaves]
 
     def _try_eagerly(self, data: Tree, lent_models: Tree, info: Tree) -> None:
         """Raise the error that the loss function raises without compilation."""

@@ -151,7 +151,9 @@ def keep_state(transforms: dict[str, Any], name: str, state: Tree, of: str = "tr
                 fix="return values of the kinds, shapes and dtypes that init= made: 0.0 for a float, "
                 "torch.zeros(n) for the last n numbers",
             )
-    transforms[name] = tree.map(_settled, state) if any(map(_is_partial, after.values())) else state
+    if any(map(_is_partial, after.values())):  # a sum over ranks that is still to be made
+        state = tree.map(lambda leaf: tree.whole(leaf) if _is_partial(leaf) else leaf, state)
+    transforms[name] = state
 
 
 def _kind(leaves: Mapping[str, object], path: str) -> str:
@@ -166,8 +168,3 @@ def _kind(leaves: Mapping[str, object], path: str) -> str:
 
 def _is_partial(leaf: object) -> bool:
     return any(placement.is_partial() for placement in getattr(leaf, "placements", ()))
-
-
-def _settled(leaf: Any) -> Any:
-    """A value that is no sum over ranks which is still to be made."""
-    return tree.whole(leaf) if _is_partial(leaf) else leaf

@@ -76,7 +76,8 @@ def as_pictures(images: object) -> list[Any]:
     """
     from PIL import Image  # noqa: PLC0415 - optional: libraries that show images bring it
 
-    return [Image.fromarray(_squeezed(pixels).numpy()) for pixels in as_pixels(images)]
+    found = [pixels[..., 0] if pixels.shape[-1] == 1 else pixels for pixels in as_pixels(images)]
+    return [Image.fromarray(pixels.contiguous().numpy()) for pixels in found]
 
 
 def named_pictures(name: str, images: object) -> Iterator[tuple[str, Any]]:
@@ -84,10 +85,6 @@ def named_pictures(name: str, images: object) -> Iterator[tuple[str, Any]]:
     pictures = as_pictures(images)
     for number, picture in enumerate(pictures):
         yield (name if len(pictures) == 1 else f"{name}/{number}"), picture
-
-
-def _squeezed(pixels: torch.Tensor) -> torch.Tensor:
-    return pixels[..., 0].contiguous() if pixels.shape[-1] == 1 else pixels.contiguous()
 
 
 def as_picture(figure: Any) -> Any:

@@ -1,8 +1,16 @@
-"""The private names of torch for a process group that does not communicate."""
+"""The private names of torch for a process group that does not communicate, and for groups that end."""
 
 from __future__ import annotations
 
+import sys
+import weakref
+from typing import Any
+
 import torch.distributed as dist
+
+from fnaccel._torch import forget_meshes
+
+_layouts: tuple[weakref.ref[Any], dict[Any, Any]] | None = None
 
 
 def begin_fake_group(rank: int, size: int) -> None:
@@ -10,3 +18,29 @@ def begin_fake_group(rank: int, size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
+def layouts_on(group: Any) -> dict[Any, Any]:
+    """The layouts of meshes on a process group, by their degrees. None yet on a new one."""
+    global _layouts
+    if _layouts is None or _layouts[0]() is not group:
+        _layouts = weakref.ref(group), {}
+        forget_meshes()
+    return _layouts[1]
+
+
+def let_go_of_groups() -> None:
+    """Take the groups that end from where they would stay, with the port of their store. (2.13)
+
+    Functions of torch.distributed.nn have the group that ran at its import as a default: None is the group of
+    a call. A mesh has its groups, and a train step or a tensor of the user's may keep the mesh.
+    """
+    global _layouts
+    functions: Any = vars(sys.modules.get("torch.distributed.nn.functional", sys)).values()
+    for function in functions:
+        if defaults := getattr(function, "__defaults__", None):
+            function.__defaults__ = tuple(None if isinstance(x, dist.ProcessGroup) else x for x in defaults)
+    for layout in () if _layouts is None else _layouts[1].values():
+        for mesh in (layout.device, layout.shown):
+            getattr(mesh, "_pg_registry", {}).clear()
+    _layouts = None

@@ -40,7 +40,8 @@ def every_rank_of(namespace: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             calls = _log_of(args, kwargs)
             if calls is None:
                 return fn(*args, **kwargs)
-            if not _is_world(kwargs.get("over")):
+            over = kwargs.get("over")  # another group than that of the world has its own order of calls
+            if over is not None and getattr(over, "group", over) is not dist.group.WORLD:
                 return calls.explained(name, fn, *args, **kwargs)
             return calls.run(name, fn, *args, **kwargs)
 
@@ -76,8 +77,3 @@ def _log_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallLog | None:
     if not isinstance(world, World):
         world = find_current()
     return None if world is None else world.calls
-
-
-def _is_world(over: object) -> bool:
-    """Whether `over=` is the process group of the world. Another group has its own order of calls."""
-    return over is None or getattr(over, "group", over) is dist.group.WORLD

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from fnaccel import _torch
 from fnaccel.errors import AxisProductError
+from fnaccel.world._torch import layouts_on
 from fnaccel.world.world import World
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -280,7 +280,6 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
     if not ordered:
         return Mesh(world=world, degrees={})
     ensure_group(world)
-    _torch.forget_old_meshes()
     laid = _shared_layout(world, ordered)
     return Mesh(world=world, degrees=ordered, device=laid.device, shown=laid.shown, model=laid.model)
 
@@ -294,19 +293,12 @@ class _Layout:
     model: dist.ProcessGroup | None
 
 
-_layouts_of: tuple[weakref.ref[Any], dict[Any, _Layout]] | None = None
-
-
 def _shared_layout(world: World, degrees: dict[str, int]) -> _Layout:
     """The layout of all meshes with these degrees. Each has process groups, with threads and connections.
 
     Ranks agree whether they have one already: a rank may have failed while it made the last one.
     """
-    global _layouts_of
-    group: Any = dist.group.WORLD
-    if _layouts_of is None or _layouts_of[0]() is not group:
-        _layouts_of = weakref.ref(group), {}
-    layouts, key = _layouts_of[1], (world.device, tuple(degrees.items()))
+    layouts, key = layouts_on(dist.group.WORLD), (world.device, tuple(degrees.items()))
     present = torch.tensor(float(key in layouts), device=world.device)
     if world.size > 1:
         dist.all_reduce(present, dist.ReduceOp.MIN)

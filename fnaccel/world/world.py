@@ -24,6 +24,7 @@ from fnaccel import _torch
 from fnaccel.errors import NoWorldError, PeerLostError, WorldError, require
 from fnaccel.texts import error_line
 from fnaccel.world import flags, settings
+from fnaccel.world._torch import let_go_of_groups
 from fnaccel.world.calls import CallLog
 from fnaccel.world.connections import drop_inherited
 from fnaccel.world.devices import HOSTED, check_present, check_processes, open_device
@@ -174,6 +175,7 @@ class World(ProcessControl):
                 for guest in list(self._guests):
                     guest.close()
             self.groups.close()
+            let_go_of_groups()
             _torch.end_groups()
             # the threads of a group that outlives this run into the interpreter's end, and abort
             gc.collect()

@@ -145,3 +145,33 @@ def test_a_machine_that_joins_uses_up_no_restart():
     assert not decide([MachineResult(stopped=True)], more=True).counted
     assert decide([MachineResult(stopped=True), result(1)], more=True).counted
     assert not decide([MachineResult(stopped=True), result(1)], more=False).again
+
+
+AGAIN = """
+    import torch
+    import torch.distributed.nn.functional as functional
+    from torch import nn
+    import fnaccel as fa
+
+    def loss_fn(model, x):
+        return fa.Mean(model(x).square().sum(), weight=len(x))
+
+    kept = []
+    for number in range(3):
+        with fa.start() as world:
+            model = fa.distribute(lambda: nn.Linear(2, 2), "fsdp" if number else "ddp")
+            train_step = fa.train_step(loss_fn, model=model, optimizer=fa.sgd(0.1))
+            state, metrics = train_step(train_step.init(), torch.ones(1, 2))
+            kept.append((train_step, state))
+            ranks = functional.all_reduce(torch.ones(()))
+            world.print(number, int(ranks), float(metrics["loss"]), flush=True)
+"""
+
+
+def test_worlds_of_one_job_follow_each_other(launcher):
+    """The first one's port stayed taken: torch.distributed.nn and a train step that is kept held its groups."""
+    ended = launcher("-n", "2", "--cpu", launcher.write(AGAIN))
+    assert ended.code == 0, ended.err
+    lines = [line.split() for line in ended.out.splitlines()]
+    assert [line[:2] for line in lines] == [["0", "2"], ["1", "2"], ["2", "2"]]
+    assert len({line[2] for line in lines}) == 1
