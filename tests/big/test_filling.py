@@ -81,6 +81,7 @@ def theirs(model, budget, classes):
     return on_accelerators(places, model)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_as_much_on_accelerators_as_accelerate_puts_there():
     compared = more = seed = 0

@@ -266,6 +266,7 @@ def writes(fixed, rolling, stop):
             save(rolling, value(number), step=number, keep=1)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="names of open directories can't change there")
 def test_law_17_beside_a_writer(tmp_path, capsys):
     """One step is replaced again and again; another root keeps its newest only."""

@@ -40,6 +40,7 @@ def estimate(capsys, *arguments, code=0):
     return capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_what_it_prints(capsys, folder):
     text = estimate(capsys, folder, "-n", 4, "--strategy", "fsdp", "--precision", "bf16", "--batch", 2)
     assert "dtype  largest layer" in text

@@ -42,7 +42,7 @@ def estimated(model, strategy="local", ranks=1, step=loss_fn, batch=None):
     )
 
 
-@pytest.mark.long_except(r"qwen-None")
+@pytest.mark.long
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("model", [mixtral, qwen])
 def test_a_mixture_holds_what_is_estimated(pools, model, precision):

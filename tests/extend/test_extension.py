@@ -220,6 +220,7 @@ def test_a_part_of_an_optimizer_is_the_loop_by_hand(pools, strategy, ranks):
             assert torch.allclose(params[name], value, atol=1e-6), name
 
 
+@pytest.mark.long
 def test_a_part_of_an_optimizer_in_a_captured_step():
     with fa.start(device="cpu"):
         params, _ = trained_by_a_part("local", fa.compile(loss_fn, scope="step", backend="aot_eager"))

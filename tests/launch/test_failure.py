@@ -285,6 +285,7 @@ def test_a_rank_that_takes_fewer_steps_is_named(launcher):
     )
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_a_hang_is_reported_as_the_readme_shows(launcher):
     ended = launcher("-n", 2, "--cpu", ROOT / "examples" / "by_feature" / "hang.py")

@@ -43,6 +43,7 @@ def test_tee_writes_each_rank_to_a_file_and_shows_it(launcher):
     assert ended.err.index("ValueError: the first fault") > ended.err.index("err 1")
 
 
+@pytest.mark.long
 def test_tee_appends_the_attempts_and_loses_no_output(launcher):
     script = """
         import os, sys
@@ -119,6 +120,7 @@ TRAINS = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "variables"),
     [

@@ -118,6 +118,7 @@ def test_a_run_goes_on_with_fewer_ranks(launcher, undisturbed):
     assert weight[0] == pytest.approx(undisturbed[3][0], rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.long
 def test_an_error_leaves_no_rank_out(launcher):
     plan = {"0": [1, 2, "1 / 0"]}
     ended, done = run(launcher, plan, "--max-restarts", 1, "--min-ranks", 1)
@@ -145,6 +146,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_with_75(launcher, undisturbed, 
     assert done[2] == pytest.approx(undisturbed[2][3:], rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_ends_all_with_75(launcher):
     ended, done = run(launcher, {"0": [1, 2, "os.kill(os.getpid(), 10)"]}, "--max-restarts", 3)
     assert (ended.code, done) == (75, None)

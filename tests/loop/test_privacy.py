@@ -61,6 +61,7 @@ def test_epsilon_is_that_of_opacus(accountant, kind):
     assert 1 < found < 10
 
 
+@pytest.mark.long
 def test_epsilon_of_no_step_and_of_more_steps():
     train_step = program(private())
     state = train_step.init()

@@ -62,7 +62,7 @@ log.info("after"); own.info("no"); other.debug("no")
     assert ends(printed(code)) == ["INFO a: after"]
 
 
-@pytest.mark.long_except(r"^1")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "lines"), [("0", ["[rank 0] main", "[rank 0] all"]), ("1", ["[rank 1] all"])]
 )

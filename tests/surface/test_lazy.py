@@ -69,6 +69,7 @@ def test_help_lists_each_name_once_under_its_topic():
     )
 
 
+@pytest.mark.long
 def test_other_names():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         getattr(fa, "nothing")  # noqa: B009

@@ -164,6 +164,7 @@ def steps_of(precision, strategy, optimizer=None):
     return {"losses": losses, "params": params, "converted": converted}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
 def test_strategies_agree(recipe, pools, world):
     """One rounding to e4m3 is 2**-4 relative; of thousands that are averaged, bf16's tolerance is left.

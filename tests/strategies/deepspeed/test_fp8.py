@@ -36,6 +36,7 @@ def trained(strategy):
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "zero3_init": True}], ids=str
 )
