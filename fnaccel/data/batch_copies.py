@@ -52,11 +52,8 @@ def _copy(leaf: Tree) -> Any:
             if leaf.grad_fn is not None
             else leaf.detach().clone().requires_grad_(leaf.requires_grad)
         )
-    return leaf.copy() if _is_array(leaf) else leaf
-
-
-def _is_array(leaf: Tree) -> bool:
-    return hasattr(leaf, "__array_interface__") and hasattr(leaf, "strides")
+    is_array = hasattr(leaf, "__array_interface__") and hasattr(leaf, "strides")
+    return leaf.copy() if is_array else leaf
 
 
 def _rebuilt(data: Tree, leaves: list[Any]) -> Tree:

@@ -60,8 +60,8 @@ class Tail:
         Returns:
             1 if the update was left out, 0 if not, None if no transform and no check may leave one out.
         """
-        # containers anew: a hook may write to its own
         stays = self.users and states and (self.skips or grads.uncounted is not None)
+        # containers anew: a hook may write to its own
         before = tree.map(lambda leaf: leaf, states) if stays else None
         self.change(grads, self.gradients, states, info, keep_state, drawing)
         apply()
@@ -109,8 +109,8 @@ class Tail:
     def _stay_if_skipped(self, before: Mapping[str, Any], states: dict[str, Any], skip: Any) -> None:
         """Give the user's transforms their states of before, if the update was left out.
 
-        On a CPU that is known at once. On an accelerator its tensors are chosen there, and a state that holds
-        anything else, such as a tensor of the host, waits for the device.
+        On a CPU that is known at once. On an accelerator its tensors are chosen there. A state that holds
+        anything else, such as a tensor of the host, waits for the device if updates are checked, or moves.
 
         Args:
             before: the states before the step, by name.
@@ -123,9 +123,9 @@ class Tail:
                 continue
             leaves = [*tree.leaves(first), *tree.leaves(last)]
             there = all(type(leaf) is torch.Tensor and leaf.device == skip.device for leaf in leaves)
-            if skip.device.type == "cpu" or not there:
+            if skip.device.type == "cpu" or (self.skips and not there):
                 states[name] = first if skip else last
-            else:
+            elif there:
                 states[name] = tree.map(lambda old, new: torch.where(skip.bool(), old, new), first, last)
 
 

@@ -94,7 +94,7 @@ def update(
             if instance.own_hooks:
                 drawing = contextlib.nullcontext  # the library's own draw nothing
             skip = tail.run(engine, gradients, transforms, info, apply, drawing)
-            if tail.users and (tail.skips or gradients.uncounted is not None):
+            if tail.skips and tail.users:
                 guard.check_own()
 
         # The next state.

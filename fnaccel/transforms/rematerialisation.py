@@ -92,8 +92,8 @@ def _recomputing(forward: Callable[..., Any], save: Kept) -> Callable[..., Any]:
                 kwargs["use_cache"] = False
         context_fn = selective
         # a graph moves buffers in its forward only
-        any_buffer = next(module.buffers(), None) is not None
-        if any_buffer and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if eager and next(module.buffers(), None) is not None:
             context_fn = functools.partial(_still_buffers, _buffers_of(module), selective)
         options = {} if context_fn is None else {"context_fn": context_fn}
         run: Callable[..., Any] = functools.partial(forward, module)

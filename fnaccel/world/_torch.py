@@ -36,8 +36,8 @@ def let_go_of_groups() -> None:
     a call. A mesh has its groups, and a train step or a tensor of the user's may keep the mesh.
     """
     global _layouts
-    functions: Any = vars(sys.modules.get("torch.distributed.nn.functional", sys)).values()
-    for function in functions:
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in () if module is None else vars(module).values():
         if defaults := getattr(function, "__defaults__", None):
             function.__defaults__ = tuple(None if isinstance(x, dist.ProcessGroup) else x for x in defaults)
     for layout in () if _layouts is None else _layouts[1].values():

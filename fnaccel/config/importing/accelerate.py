@@ -74,7 +74,11 @@ def read(document: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) ->
     precision.read(draft)
     draft.reasons(_GENERAL)
     draft.reasons(_IPEX, "ipex_config")
-    draft.step(*_STEP, MICRO_BATCHES)
+    count, norm = _STEP
+    if draft.get(count) is not None:
+        draft.set(count, "accumulate", draft.whole(count), MICRO_BATCHES)
+    if draft.get(norm) is not None:
+        draft.set(norm, "clip_norm", draft.number(norm) or None, "the norm over all ranks")
     draft.skip(DEFAULT, *_STEP)
     remote = {"ec2_instance_type", "iam_role_name", machines.ARGUMENTS} & set(document)
     if str(draft.get("compute_environment")) == "AMAZON_SAGEMAKER" or remote:
