@@ -35,13 +35,13 @@ from fnaccel.checkpoint.repeated_transforms import with_own_states
 from fnaccel.checkpoint.selection import is_complete, select
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import CheckpointError, UnleasedStateError
-from fnaccel.program.update_guard import keeping_modes
 from fnaccel.state import TrainState, lease_of
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.paths import local_path
 from fnaccel.world.progress_marks import within
 from fnaccel.world.random_streams import fold
+from fnaccel.world.undo import TorchModes
 from fnaccel.world.world import World, current
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ def restore(
     active, root = current(world), local_path(directory, _WHERE)
     active.resource(Background).settle()
     chosen = _Chosen(root, step, like, only, skip, rename, verify, each_machine)
-    with keeping_modes(""), contextlib.ExitStack() as stack, no_collection():
+    with TorchModes(""), contextlib.ExitStack() as stack, no_collection():
         opened = _open(chosen, active, stack)
         hooks, path = active.resource(Registered), opened.files.path
         if hooks.hooks:

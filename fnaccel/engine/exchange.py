@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fnaccel import _torch
-from fnaccel.world.interrupts import Swapped
+from fnaccel.world.undo import Swapped
 
 
 class Exchange(Swapped):

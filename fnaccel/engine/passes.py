@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import attrs
@@ -32,8 +32,9 @@ from fnaccel.step.loss import (
 from fnaccel.step.loss_info import Informed
 from fnaccel.step.total_graph import TotalCheck
 from fnaccel.tree import Tree
+from fnaccel.world.host_copy import sent_to
 from fnaccel.world.progress_marks import enter
-from fnaccel.world.random_streams import fold
+from fnaccel.world.random_streams import fold, generators_of
 
 
 @attrs.frozen(kw_only=True)
@@ -46,6 +47,7 @@ class Loss:
         weight_fn: weight from the batch alone, or None.
         sync_each: average over ranks after each micro-batch, not once.
         informed: the loss function inside of `fn`, if it takes `info`.
+        replays: whether it runs as CUDA graphs, which have to know where a micro-batch begins.
         check: what the first update shows of its total.
     """
 
@@ -54,6 +56,7 @@ class Loss:
     weight_fn: Callable[[Any], Any] | None = None
     sync_each: bool = False
     informed: Informed | None = None
+    replays: bool = False
     check: TotalCheck = attrs.field(factory=TotalCheck, eq=False)
 
 
@@ -67,7 +70,7 @@ class Inputs:
         rates: the learning rates of each group of each optimizer.
         root: the root seed.
         rank: which part of the loss this rank computes. Ranks with other parts draw other random numbers.
-        streams: the random streams that are seeded for each micro-batch. None of them under `rng="stream"`.
+        draws_on: the device whose random streams are seeded for each micro-batch. None under `rng="stream"`.
         scale: the loss scale of fp16, a 0-d tensor, or None.
         last_weight: the global weight of the step before, with a loss scale.
         given: the models of other train steps, or None.
@@ -80,7 +83,7 @@ class Inputs:
     rates: list[list[Any]]
     root: int
     rank: int
-    streams: Sequence[torch.Generator]
+    draws_on: torch.device | None
     scale: torch.Tensor | None = None
     last_weight: torch.Tensor | None = None
     given: Any = None
@@ -89,7 +92,7 @@ class Inputs:
 
     def seed(self, micro_batch: int) -> None:
         """Seed the random streams for one micro-batch."""
-        for stream in self.streams:
+        for stream in () if self.draws_on is None else generators_of(self.draws_on):
             stream.manual_seed(fold(self.root, self.step, micro_batch, self.rank))
 
     def facts(self, device: torch.device, informed: Informed) -> UpdateFacts:
@@ -159,6 +162,8 @@ class Passes:
         engine, micro_batch, given = self._engine, self._micro_batches[index], self._inputs.given
         if self._open and not engine.forward.nests:
             raise out_of_turn(engine.name, index)
+        if self._loss.replays and not self._open:
+            torch.compiler.cudagraph_mark_step_begin()
         self._open += 1
         self._inputs.seed(index)
         if self._facts is not None and self._loss.informed is not None:
@@ -287,7 +292,7 @@ class Divisor:
             self.up_front = scale
         elif scale is not None and inputs.last_weight is not None:
             # the last global weight stands in for this one, so that a raw sum does not overflow fp16
-            self.up_front = scale / inputs.last_weight.to(mesh.world.device)
+            self.up_front = scale / sent_to(inputs.last_weight, mesh.world.device)
 
     def before_backward(self, total: torch.Tensor) -> torch.Tensor:
         """The total of a micro-batch as it is differentiated."""

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from fnaccel import _torch, tree
 from fnaccel.errors import CapabilityError
-from fnaccel.world.random_streams import fold
+from fnaccel.world.random_streams import StreamStates, fold
 
 _LIKE = (torch.rand_like, torch.randn_like, torch.randint_like)
 _IN_PLACE = tuple(
@@ -101,27 +101,24 @@ def _drawn(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, 
 
 @contextlib.contextmanager
 def drawing(
-    root: int | None, step: int, generators: Sequence[torch.Generator], ranks: int, *, sharded: bool = True
+    root: int | None, step: int, device: torch.device, ranks: int, *, sharded: bool = True
 ) -> Generator[None]:
-    """In the body user functions draw numbers that are equal on all ranks. The generators end as they were.
+    """In the body user functions draw numbers that are equal on all ranks. The streams end as they were.
 
     Args:
         root: the root seed. None for PyTorch's own streams.
         step: calls of the train step before this one.
-        generators: the default generators of the host and of the device.
+        device: they draw from its streams, and from the host's.
         ranks: how many ranks there are.
         sharded: whether the functions see DTensors.
     """
-    states = [generator.get_state() for generator in generators]
+    streams = StreamStates(None if root is None else device)
     try:
         if root is not None:
-            for generator in generators:
-                generator.manual_seed(fold(root, step, _HOOKS))
+            streams.reseed(fold(root, step, _HOOKS))
         seeded = root is not None or ranks == 1
         # a function mode makes each operation in the body slower, and whole tensors need none
         with WholeDraws(seeded=seeded) if sharded or not seeded else contextlib.nullcontext():
             yield
     finally:
-        if root is not None:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+        streams.put_back()

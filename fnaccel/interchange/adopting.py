@@ -24,10 +24,10 @@ from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
 from fnaccel.interchange.sources.detect import Format
 from fnaccel.interchange.sources.detect import opened as open_source
 from fnaccel.interchange.targets import SECTIONS, sections_of, targets_of, tensors_of
-from fnaccel.program.update_guard import keeping_modes
 from fnaccel.state import TrainState, lease_of
 from fnaccel.tree import Tree
 from fnaccel.world.paths import local_path
+from fnaccel.world.undo import TorchModes
 from fnaccel.world.world import World, current
 
 T = TypeVar("T")
@@ -301,7 +301,7 @@ def _empty(tensor: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def _read(tensors: Mapping[str, torch.Tensor], fitted: Fit, world: World) -> None:
-    with keeping_modes(""), torch.no_grad():
+    with TorchModes(""), torch.no_grad():
         for path, source in fitted.pairs.items():
             for part in parts_of(tensors[path], world.rank):
                 if part.box.numel:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fnaccel import _torch
+from fnaccel.world.random_streams import StreamStates
 
 
 class MovingBuffers:
@@ -121,20 +122,20 @@ def buffer_slots(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 @contextlib.contextmanager
-def passes_put_back(roots: Iterable[nn.Module], streams: Sequence[torch.Generator]) -> Generator[None]:
+def passes_put_back(roots: Iterable[nn.Module], device: torch.device | None) -> Generator[None]:
     """After passes beside those of an update, buffers and random streams are as before them.
 
-    A buffer that a first forward registers goes again: its size may be that of these rows.
+    A buffer that a first forward registers goes again: its size may be that of these rows. Streams are those
+    of `device`, or none.
     """
     slots = [_torch.buffers_of(module) for root in roots for module in root.modules()]
     held = [(slot, dict(slot)) for slot in slots]
     copies = [(x, x.clone()) for _, named in held for x in named.values() if x is not None]
-    states = [(stream, stream.get_state()) for stream in streams]
+    streams = StreamStates(device)
     try:
         yield
     finally:
-        for stream, state in states:
-            stream.set_state(state)
+        streams.put_back()
         for slot, named in held:
             slot.clear()
             slot.update(named)

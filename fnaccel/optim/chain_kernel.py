@@ -26,6 +26,7 @@ from fnaccel.optim.rules import (
     write_update,
 )
 from fnaccel.step.loss import Scalar
+from fnaccel.world.host_copy import sent_to
 
 _WHERE = "fa.optim.chain"
 
@@ -91,9 +92,9 @@ class BoundChain:
         ops: Any = self._pure if pure else self._fast
         taken = [None if grad is None else real_view(wide(grad)) for grad in grads]
         if multiplier is not None:
-            taken = _times(ops, taken, _at(multiplier, device))
+            taken = _times(ops, taken, sent_to(multiplier, device))
         info = UpdateInfo(self._number(updates, device, pure=pure), kernels.on_device(rates[0], device))
-        skip = _at(skip, device)
+        skip = sent_to(skip, device)
         separate = skip is not None and not pure
         write_update(ops, self._parts, taken, self._slots, self._shards, info, skip, separate=separate)
 
@@ -101,7 +102,7 @@ class BoundChain:
         """The number of the update: on the host if it is known there, so that corrections are numbers."""
         if not pure and updates.device.type == "cpu":
             return float(updates)
-        updates = _at(updates, device)
+        updates = sent_to(updates, device)
         return updates.double() if self._wide else updates
 
 
@@ -110,11 +111,6 @@ def _times(ops: Any, grads: Sequence[torch.Tensor | None], factor: Scalar) -> li
     present = [grad for grad in grads if grad is not None]
     scaled = iter(ops.mul_(present, factor) if present else ())
     return [None if grad is None else next(scaled) for grad in grads]
-
-
-def _at(value: Any, device: torch.device) -> Any:
-    """A tensor on a device. A number as it is."""
-    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _check_rows(part: Part, leaves: Sequence[Leaf]) -> None:

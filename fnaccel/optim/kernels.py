@@ -15,6 +15,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.step.loss import Scalar
+from fnaccel.world.host_copy import sent_to
 
 Tensors = Sequence[torch.Tensor]
 
@@ -156,9 +157,9 @@ def _fused_sgd(update: SgdUpdate) -> None:
 
 def on_device(rate: Scalar, device: torch.device) -> Scalar:
     """A rate on the device. On XLA as an input of the graph: a number would be part of it."""
-    if isinstance(rate, torch.Tensor):
-        return rate.to(device)
-    return as_input(rate, device) if device.type == "xla" else rate
+    if isinstance(rate, torch.Tensor) or device.type != "xla":
+        return sent_to(rate, device)
+    return as_input(rate, device)
 
 
 def as_input(value: float, device: torch.device) -> torch.Tensor:

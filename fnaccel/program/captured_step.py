@@ -33,7 +33,6 @@ from fnaccel.step.settings import Compiler
 from fnaccel.texts import first_of
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import enter
-from fnaccel.world.random_streams import generators_of
 
 
 class CapturedStep:
@@ -46,7 +45,6 @@ class CapturedStep:
     Attributes:
         engine, loss, updater, group: of the step.
         hooked: whether the program runs hooks, which ask for the number of the call.
-        replays: whether the programs are CUDA graphs, which write to the same memory each time.
         add, finish: the compiled programs of `StepGraph`.
         blank: gradients of zero, to which `add` adds.
     """
@@ -67,7 +65,6 @@ class CapturedStep:
         self.loss = loss
         self.hooked = tail is not None and bool(tail.gradients or tail.updates)
         self.group = engine.layout.mesh.group("loss")
-        self.replays = settings.mode in ("reduce-overhead", "max-autotune")
         kernels.register()
         if engine.layout.mesh.world.device.type == "cuda":
             _torch.mend_foreach_fusion()
@@ -148,7 +145,7 @@ class CapturedStep:
         Leaves nothing behind.
         """
         layout = self.engine.layout
-        with passes_put_back(layout.modules, generators_of(layout.mesh.world.device)):
+        with passes_put_back(layout.modules, layout.mesh.world.device):
             params, run = self._capture.open()
             if self.loss.informed is not None:
                 self.loss.informed.info = info
@@ -191,7 +188,7 @@ class CapturedPasses:
         self._inputs = inputs
         enter("captured step", len(micro_batches) - 1)  # the one that `agree` runs
         self._lent_models = () if inputs.given is None else (_whole_models(inputs.given),)
-        if step.replays:
+        if step.loss.replays:
             torch.compiler.cudagraph_mark_step_begin()
         engine, informed = step.engine, step.loss.informed
         self._device = device = engine.layout.mesh.world.device
@@ -235,7 +232,7 @@ class CapturedPasses:
             self._reached = list(map(operator.or_, self._reached, out.reached))
         else:
             out = step.call(step.finish, data, lent_models, info, keep, self._given())
-            if step.replays:  # the next replay of a CUDA graph writes to the same memory
+            if step.loss.replays:  # the next replay of a CUDA graph writes to the same memory
                 metrics, aux, answers, skip = tree.map_tensors(
                     torch.clone, (out.metrics, out.aux, out.answers, out.skip)
                 )

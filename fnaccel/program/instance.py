@@ -50,7 +50,6 @@ from fnaccel.state import (
 from fnaccel.step.loss import Scalar, readable
 from fnaccel.step.spec import Spec
 from fnaccel.tree import Tree
-from fnaccel.world.random_streams import generators_of
 
 if TYPE_CHECKING:
     from fnaccel.program.captured_step import CapturedPasses
@@ -92,7 +91,7 @@ class Instance:
         captured: whether the step is compiled as a whole.
         own_hooks: whether all hooks after the gradients are the library's own.
         passes: `passes(micro_batches, totals, inputs)` are the passes of one update, for `drive`.
-        streams: the random streams that are seeded for each micro-batch.
+        draws_on: the device whose random streams are seeded for each micro-batch. None if none are.
         position: compares the positions of batches between ranks, or None.
         meter: counts compilations, or None.
         learned: what its calls have learned.
@@ -121,7 +120,7 @@ class Instance:
         mesh, leaves, capture = engine.layout.mesh, engine.layout.leaves, engine.forward.capture
         world = mesh.world
         self.autocast_on = lowered.autocast_on(world.device)
-        self.streams = [] if spec.rng == "stream" else generators_of(world.device)
+        self.draws_on = None if spec.rng == "stream" else world.device
         self._device, self._group = world.device, mesh.group("loss")
         self._partial_rows = mesh.partial_rows
         self.rank = mesh.loss_rank
@@ -299,7 +298,7 @@ class Instance:
             rates=rates,
             root=state.rng.root,
             rank=self.rank,
-            streams=self.streams,
+            draws_on=self.draws_on,
             scale=None if scale is None else scale["scale"],
             last_weight=None if scale is None else scale["weight"],
             given=given,
@@ -323,7 +322,7 @@ class Instance:
         """A context in which hooks of the user draw random numbers that are equal on all ranks."""
         world = self.engine.layout.mesh.world
         seed = None if self.spec.rng == "stream" else root
-        return drawing(seed, step, generators_of(world.device), world.size, sharded=self.sharded)
+        return drawing(seed, step, world.device, world.size, sharded=self.sharded)
 
     def complete(
         self,

@@ -197,6 +197,7 @@ def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = No
             weight_fn=weight_fn,
             sync_each=settings.sync_each,
             informed=informed,
+            replays=compiler is not None and compiler.replays,
         ),
         settings=settings,
         modules=tuple(modules),

@@ -20,14 +20,13 @@ from fnaccel.program.lower import Lowered
 from fnaccel.program.parameter_averages import Averaged
 from fnaccel.program.probe import Probed, check_forward, fits, is_split, short
 from fnaccel.program.state_owner import StateOwner
-from fnaccel.program.update_guard import TorchModes, keeping_modes
 from fnaccel.state import TrainState, check_ema, lease_of
 from fnaccel.step.loss import Mean, read_loss
 from fnaccel.step.loss_info import LossInfo, takes_info
 from fnaccel.step.spec import Spec
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import within
-from fnaccel.world.random_streams import generators_of
+from fnaccel.world.undo import TorchModes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -248,7 +247,7 @@ class ModelAccess:
 
         told = self._forward(state) if is_loss else self._told(fn, state)
         run = self._lowered.settings.precision(self.as_loss(told))
-        with self._keeping(), within("evaluate"):
+        with TorchModes(self._autocast_on), within("evaluate"):
             check_doubled(instance, run, fn, batch, parts)
 
     def can_probe(self) -> bool:
@@ -280,9 +279,9 @@ class ModelAccess:
         instance.learned.probed = True
         settings, layout = self._lowered.settings, instance.engine.layout
         with (
-            self._keeping(),
+            TorchModes(self._autocast_on),
             instance.modes.during(training=False),
-            passes_put_back(layout.modules, generators_of(self.mesh.world.device)),
+            passes_put_back(layout.modules, self.mesh.world.device),
         ):
             return check_forward(
                 settings.precision(self._forward(self._owner.live_state)),
@@ -294,7 +293,3 @@ class ModelAccess:
                 short(batch),
                 low=settings.precision.autocast or settings.casts or bool(self._lowered.modules),
             )
-
-    def _keeping(self) -> contextlib.AbstractContextManager[None]:
-        """If the body is interrupted, grad mode and autocast are as before."""
-        return keeping_modes(self._autocast_on)

@@ -12,7 +12,7 @@ from fnaccel.engine.engine import Engine
 from fnaccel.engine.exchange import Exchange
 from fnaccel.state import Lease, refuse_averaged
 from fnaccel.step.loss import Scalar
-from fnaccel.world.interrupts import Swapped
+from fnaccel.world.undo import Swapped
 
 
 class _Moved(Swapped):

@@ -24,7 +24,7 @@ from fnaccel.models.building import construct, has_factories, release
 from fnaccel.step.loss import read_loss
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
-from fnaccel.world.random_streams import generators_of
+from fnaccel.world.random_streams import StreamStates
 
 if TYPE_CHECKING:
     from fnaccel.program.instance import Learned
@@ -145,15 +145,13 @@ def check_forward(
             fix="give a factory: fa.distribute(lambda: GPT(config), strategy)",
         )
     batch = tree.to(batch, mesh.world.device)
-    generators = generators_of(mesh.world.device)
-    states = [generator.get_state() for generator in generators]
+    streams = StreamStates(mesh.world.device)
     try:  # copies, since a loss may change its batch in place
         sums = _sums(look(loss_fn, tree.map_tensors(torch.clone, batch)), mesh)
     except Exception as error:
         error.add_note(f"in {_WHERE}, the first forward of a model that is cut. {CAUSES}")
         raise
-    pairs = zip(generators, states, strict=True)
-    drew = any(not torch.equal(generator.get_state(), state) for generator, state in pairs)
+    drew = streams.moved()
     group = mesh.group("cp") if "cp" in mesh.degrees else None
     if group is not None:
         dist.all_reduce(sums, group=group)

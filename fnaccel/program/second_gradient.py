@@ -95,7 +95,7 @@ def differentiate(
         passes_of = functools.partial(Passes, instance.engine, lower(step, part=instance.lowered.part).loss)
     with contextlib.ExitStack() as stack:
         stack.enter_context(pausing())
-        stack.enter_context(passes_put_back(instance.engine.layout.modules, inputs.streams))
+        stack.enter_context(passes_put_back(instance.engine.layout.modules, inputs.draws_on))
         stack.enter_context(torch.enable_grad())
         if given is not None:
             stack.enter_context(given.frozen())

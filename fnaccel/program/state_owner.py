@@ -35,8 +35,8 @@ from fnaccel.state import (
     scale_of,
 )
 from fnaccel.texts import size_of
-from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.mesh import Mesh
+from fnaccel.world.undo import SigintHeld
 
 _HELD = "the loss takes whole parameters (fa.params)"
 

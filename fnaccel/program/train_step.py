@@ -38,9 +38,9 @@ from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank, outside_inference
 from fnaccel.world.flags import take_for_steps
-from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.mesh import resolve
 from fnaccel.world.progress_marks import within
+from fnaccel.world.undo import SigintHeld
 from fnaccel.world.world import World, current
 
 

@@ -1,9 +1,7 @@
-"""What an update that does not reach its end puts back, and what any other call does."""
+"""`UpdateGuard`: what an update that does not reach its end puts back."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
 from types import TracebackType
 
 import torch
@@ -18,10 +16,9 @@ from fnaccel.program.instance import Instance
 from fnaccel.program.probe import CAUSES
 from fnaccel.seeing.memory import explain_out_of_memory
 from fnaccel.state import TrainState, donate, is_stale
-from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.progress_marks import NOW, enter_step, leave_step
-
-AutocastState = tuple[bool, torch.dtype, bool, int]
+from fnaccel.world.random_streams import StreamStates
+from fnaccel.world.undo import SigintHeld, TorchModes
 
 
 class UpdateGuard:
@@ -67,7 +64,7 @@ class UpdateGuard:
         self._begun = kernels.begun() if instance.captured else 0
         self._modes = TorchModes(instance.autocast_on)
         # a data set may draw from the same streams, and has to find them as it left them (1 us)
-        self._streams = [(stream, stream.get_state()) for stream in instance.streams]
+        self._streams = StreamStates(instance.draws_on)
         # tensors in the states of the user's transforms, which may be changed in place
         own = tree.leaves(state.transforms) if state.transforms else ()
         self._own = [(x, _torch.version_of(x)) for x in own if isinstance(x, torch.Tensor)]
@@ -100,8 +97,7 @@ class UpdateGuard:
     ) -> None:
         self._sigint.__enter__()  # what is put back must not be cut in two either
         try:
-            for stream, before in self._streams:
-                stream.set_state(before)
+            self._streams.put_back()
             if error is None:
                 self._instance.engine.unfinished.clear()
             else:
@@ -142,59 +138,3 @@ class UpdateGuard:
                 f"on rank {self._instance.engine.layout.mesh.world.rank}, in step {NOW.step}, micro-batch "
                 f"{NOW.micro_batch}, whose batch is {shapes_of(self._micro_batches[NOW.micro_batch].data)}"
             )
-
-
-class TorchModes:
-    """Grad mode, and autocast on a kind of device, at this moment. "" if the call does not switch autocast.
-
-    An interrupt may cut off the end of a context that switched one.
-    """
-
-    __slots__ = ("autocast", "grad", "kind")
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.grad = torch.is_grad_enabled()
-        self.autocast = autocast_state(kind) if kind else None
-
-    def put_back(self) -> None:
-        """Make both as they were."""
-        torch.set_grad_enabled(self.grad)
-        if self.autocast is not None:
-            restore_autocast(self.kind, self.autocast)
-
-
-@contextlib.contextmanager
-def keeping_modes(kind: str) -> Generator[None]:
-    """If the body raises, the modes are as before."""
-    modes = TorchModes(kind)
-    try:
-        yield
-    except BaseException:
-        modes.put_back()
-        raise
-
-
-def autocast_state(kind: str) -> AutocastState:
-    """Whether autocast is on for a kind of device, its dtype, its cache, and how deep contexts are nested."""
-    torch.autocast_increment_nesting()
-    return (
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_cache_enabled(),
-        torch.autocast_decrement_nesting(),
-    )
-
-
-def restore_autocast(kind: str, state: AutocastState) -> None:
-    """Put autocast back. (2.9 to 2.13)"""
-    enabled, dtype, cached, depth = state
-    torch.clear_autocast_cache()
-    now = torch.autocast_increment_nesting()
-    while now > depth:
-        now = torch.autocast_decrement_nesting()
-    while now < depth:
-        now = torch.autocast_increment_nesting()
-    torch.set_autocast_enabled(kind, enabled)
-    torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(cached)

@@ -13,7 +13,7 @@ from fnaccel import _torch, tree
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CapabilityError
 from fnaccel.strategies._torch import mark_whole
-from fnaccel.world.interrupts import Swapped
+from fnaccel.world.undo import Swapped
 
 
 def whole_parameters(

@@ -29,6 +29,11 @@ class Compiler(Protocol):
         ...
 
     @property
+    def replays(self) -> bool:
+        """Whether the programs are CUDA graphs, which write to the same memory each time."""
+        ...
+
+    @property
     def limit(self) -> int:
         """How often a train step may compile again."""
         ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -347,6 +348,7 @@ def _obey(order: _Order, rank: int, size: int, timeout: float) -> _Answer:
         if order.store is not None or not dist.is_initialized():
             if dist.is_initialized():
                 dist.destroy_process_group()
+                gc.collect()  # threads of the old group end here, and not within a later job
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{order.store}",

@@ -115,6 +115,11 @@ class Compile:
         """(pattern of a leaf's path, dimensions) of the leaves that are dynamic in the batch."""
         return self.dynamic if isinstance(self.dynamic, tuple) else ()
 
+    @property
+    def replays(self) -> bool:
+        """Whether the programs are CUDA graphs, which write to the same memory each time."""
+        return self.mode in ("reduce-overhead", "max-autotune")
+
     def on_module(self, module: nn.Module, where: str) -> None:
         """Compile the forward of each block in place. Equal blocks share one compilation."""
         units = find_units(module, self.units, where)

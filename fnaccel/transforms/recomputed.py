@@ -16,7 +16,7 @@ from torch import nn
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError
 from fnaccel.models.parameter_values import run_given
-from fnaccel.world.random_streams import generators_of
+from fnaccel.world.random_streams import StreamStates
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,20 +66,18 @@ def _kept_as_inputs(call: Callable[[Sequence[torch.Tensor]], Any], tensors: Sequ
         dtype=torch.get_autocast_dtype(kind.type),
         enabled=torch.is_autocast_enabled(kind.type),
     )
-    streams = generators_of(kind)
-    first: list[torch.Tensor] = []
+    first: list[StreamStates] = []
     shapes: list[Any] = []
 
     def run(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        now = [stream.get_state() for stream in streams]
-        again = bool(first)
-        _restore(streams, first) if again else first.extend(now)
+        now, again = StreamStates(kind), bool(first)
+        first[0].put_back() if again else first.append(now)
         try:
             with autocast:
                 flat, structure = _torch.flatten(call(values))
         finally:
             if again:
-                _restore(streams, now)
+                now.put_back()
         places = [place for place, value in enumerate(flat) if isinstance(value, torch.Tensor)]
         results = [flat[place] for place in places]
         for place in places:
@@ -199,8 +197,3 @@ def _of_keywords(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     return forward(module, *args, **kwargs)
-
-
-def _restore(streams: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
-    for stream, state in zip(streams, states, strict=True):
-        stream.set_state(state)

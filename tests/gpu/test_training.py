@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -141,8 +142,20 @@ def test_a_skipped_update_is_decided_on_the_device():
         assert all(torch.equal(before[name], value) for name, value in whole_params(state).items())
 
 
+@contextmanager
+def no_wait():
+    """Each wait for the device raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_no_step_waits_for_the_device():
-    """An ordinary step of a loop never synchronises: torch warns of each wait."""
+    """An ordinary step of a loop never synchronises."""
     with fa.start():
         step = fa.clip_norm(fa.accumulate(loss_fn, 2), 1.0)
         train_step = fa.train_step(step, model=fa.distribute(Net, "local"), optimizer=fa.adamw(0.01))
@@ -150,15 +163,62 @@ def test_no_step_waits_for_the_device():
         batch = fa.tree.to(batch_of(8), torch.device("cuda"))
         for _ in range(3):
             state, metrics = train_step(state, batch)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                for _ in range(3):
-                    state, metrics = train_step(state, batch)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        with no_wait():
+            for _ in range(3):
+                state, metrics = train_step(state, batch)
         assert torch.isfinite(metrics["loss"])
+
+
+def add_of(device):
+    """A transform of the user's, whose state lies on a device."""
+
+    def added(grads, own, info):
+        return grads, own + 1
+
+    return fa.Transform(
+        f"on_{device}", fa.Phase.GRADS, apply=added, init=lambda params: torch.zeros(3, device=device)
+    )
+
+
+def test_states_of_a_step_that_the_device_leaves_out():
+    """A weight that only the device knows is 0: the moments stay, and a state on the host counts the call."""
+
+    def weighed(model, batch):
+        x, y, valid = batch
+        return fa.Mean((((model(x) - y) ** 2).mean(1) * valid).sum(), weight=valid.sum())
+
+    with fa.start():
+        step = add_of("cuda")(add_of("cpu")(weighed))
+        train_step = fa.train_step(step, model=fa.distribute(Net, "local"), optimizer=fa.adamw(0.01))
+        state = train_step.init(seed=0)
+        x, y = fa.tree.to(batch_of(8), torch.device("cuda"))
+        none, all_of_them = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
+        state, _ = train_step(state, (x, y, all_of_them))
+        before = whole_params(state)
+        with no_wait():
+            state, metrics = train_step(state, (x, y, none))
+        assert float(metrics["weight"]) == 0
+        assert state.transforms["on_cuda"].tolist() == [1.0] * 3
+        assert state.transforms["on_cpu"].tolist() == [2.0] * 3
+        assert all(torch.equal(before[name], value) for name, value in whole_params(state).items())
+
+
+def test_a_spike_is_read_without_a_wait(caplog):
+    with fa.start():
+        step = fa.transforms.on_spike(loss_fn, do="skip", warmup=4)
+        train_step = fa.train_step(step, model=fa.distribute(Net, "local"), optimizer=fa.sgd(0.01))
+        state = train_step.init(seed=0)
+        x, y = fa.tree.to(batch_of(8), torch.device("cuda"))
+        spiked = []
+        for number in range(12):
+            rows = (x, y + 1e4 if number == 8 else y)
+            with no_wait() if number else nullcontext():  # the first call checks more
+                state, metrics = train_step(state, rows)
+            spiked.append(metrics["spike"])
+            torch.cuda.synchronize()
+        assert [float(flag) for flag in spiked] == [float(number == 8) for number in range(12)]
+        assert state.updates == 11
+        assert "spike" in caplog.text
 
 
 @pytest.mark.parametrize("strategy", ["local", "fsdp"])

@@ -9,7 +9,7 @@ import contextlib
 
 import pytest
 
-from fnaccel.world.interrupts import Swapped
+from fnaccel.world.undo import Swapped
 from tests.laws.interrupted_calls import CALLS, SWAPS, interrupt_call
 from tests.laws.interrupts import Interrupter, interrupt_many
 

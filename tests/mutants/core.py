@@ -124,7 +124,7 @@ MUTANTS = [
         "        with torch.inference_mode(False):\n", "        with torch.no_grad():\n", ("tests/program/test_notes.py", "-k", "inference and local and snapshots"),
     ),
     Mutant(
-        "autocast stays on", "program/update_guard.py", "restore_autocast(self.kind, self.autocast)", "pass",
+        "autocast stays on", "world/undo.py", "torch.set_autocast_enabled(self.kind, enabled)", "pass",
         ("tests/program/test_live_state.py", "-k", "autocast"),
     ),
     Mutant(
@@ -372,7 +372,7 @@ MUTANTS = [
         ("tests/laws/test_interrupts.py", "-k", "local-1"),
     ),
     Mutant(
-        "a Ctrl-C cuts the end of a swap", "world/interrupts.py", "if frame.f_code in ends and", "if False and",
+        "a Ctrl-C cuts the end of a swap", "world/undo.py", "if frame.f_code in ends and", "if False and",
         ("tests/laws/test_interrupts.py", "-k", "whatever_line_of_its_ends"),
     ),
     Mutant(
@@ -417,7 +417,7 @@ MUTANTS = [
         ("tests/program/test_live_state.py", "-k", "TestAverages"),
     ),
     Mutant(
-        "what can't be put back at once is lost", "world/interrupts.py",
+        "what can't be put back at once is lost", "world/undo.py",
         "            try:\n                self.undo()\n", "            try:\n                raise\n",
         ("tests/program/test_live_state.py", "-k", "TestAverages"),
     ),

@@ -38,7 +38,7 @@ MUTANTS = [
     ),
     Mutant(
         "the second run of a block draws other numbers", "transforms/recomputed.py",
-        "_restore(streams, first) if again else first.extend(now)", "first.extend(now)",
+        "first[0].put_back() if again else first.append(now)", "first.append(now)",
         (PARAMS, "-k", "dropout_of_a_block"),
     ),
     Mutant(
@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient that moves buffers", "program/second_gradient.py",
-        "        stack.enter_context(passes_put_back(instance.engine.layout.modules, inputs.streams))\n", "",
+        "        stack.enter_context(passes_put_back(instance.engine.layout.modules, inputs.draws_on))\n", "",
         (GRADIENT, "-k", "buffers_dropout"),
     ),
     Mutant(

@@ -81,8 +81,8 @@ MUTANTS = [
     Mutant(
         "recomputed draws other numbers",
         "transforms/recomputed.py",
-        "_restore(streams, first) if again else first.extend(now)",
-        "first.extend(now)",
+        "first[0].put_back() if again else first.append(now)",
+        "first.append(now)",
         (PURE, "-k", "draws_the_same_numbers"),
     ),
 ]

@@ -35,7 +35,7 @@ MUTANTS = [
         (MEASURES, "-k", "three_forwards"),
     ),
     Mutant(
-        "a Ctrl-C at the end of a swap leaves its handler", "world/interrupts.py",
+        "a Ctrl-C at the end of a swap leaves its handler", "world/undo.py",
         "        try:\n            self._undo()\n", "        try:\n            self._undo()\n            self._ended = True\n",
         ("tests/laws/test_interrupts.py", "-k", "no_handler and evaluate and 1"),
     ),

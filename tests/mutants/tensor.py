@@ -41,7 +41,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks drop the same features between layers", "strategies/tensor/region.py",
-        "generator.manual_seed(fold(number, self._rank, 0, 0))", "generator.manual_seed(fold(number, 0, 0, 0))",
+        "reseed(fold(number, self._rank, 0, 0))", "reseed(fold(number, 0, 0, 0))",
         (ERRORS, "-k", "random_numbers"),
     ),
     Mutant(

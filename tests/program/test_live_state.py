@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.program.update_guard import autocast_state
-from fnaccel.world.interrupts import SigintHeld
+from fnaccel.world.undo import SigintHeld, TorchModes
 from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
 
@@ -104,12 +103,12 @@ class TestGradientsOfAFailedStep:
 
         train_step = program(fa.with_precision(loss_fn, "bf16"))
         state = train_step.init()
-        before = autocast_state("cpu")
+        before = TorchModes("cpu").autocast
         monkeypatch.setattr(torch.autocast, "__exit__", cut_off)
         with pytest.raises(KeyboardInterrupt):
             train_step(state, batch_of(4))
         assert train_step.live_state is state
-        assert autocast_state("cpu") == before
+        assert TorchModes("cpu").autocast == before
         assert before[0] is False
 
     def test_an_update_that_raises_leads_back_by_a_snapshot(self):

@@ -261,6 +261,21 @@ class TestCompilation:
         for name, value in whole_params(eager).items():
             assert torch.allclose(value, compiled.params[name], atol=1e-6)
 
+    @pytest.mark.parametrize(("mode", "begins"), [(None, []), ("reduce-overhead", ["begin"])])
+    def test_cuda_graphs_are_told_where_a_micro_batch_begins(self, monkeypatch, mode, begins):
+        """Blocks are graphs of their own: a second one must not take the memory of the first."""
+        events = []
+        monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: events.append("begin"))
+
+        class Told(Net):
+            def forward(self, x):
+                events.append("forward")
+                return super().forward(x)
+
+        step = fa.compile(fa.accumulate(loss_fn, 2), "block", backend="eager", mode=mode)
+        run(step, model=Told, calls=2)
+        assert events == [*begins, "forward"] * 4
+
     def test_nothing_compiled_is_an_error(self):
         inner = torch._dynamo.disable(loss_fn)
 

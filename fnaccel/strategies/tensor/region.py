@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fnaccel.extend import MeshAxis
@@ -14,7 +12,7 @@ from fnaccel.strategies.tensor.collectives import (
     summed,
     summed_and_cut,
 )
-from fnaccel.world.random_streams import fold, generators_of
+from fnaccel.world.random_streams import StreamStates, fold
 
 SEQUENCE_DIM = 1
 
@@ -42,7 +40,7 @@ class Region:
         self._draws = draws
         self._source: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
-        self._generators: list[tuple[torch.Generator, Any]] = []
+        self._shared: StreamStates | None = None  # what all ranks draw, while each draws its own
         self._opened_by: torch.nn.Module | None = None
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -51,12 +49,12 @@ class Region:
         model.register_forward_pre_hook(self._forward_begins)
 
     def _forward_ended(self, *_: object) -> None:
-        if self._generators:
+        if self._shared is not None:
             self.end()
 
     def _forward_begins(self, *_: object) -> None:
-        if self._generators:  # a recomputed block raised, whose generators torch has restored
-            self._generators.clear()
+        if self._shared is not None:  # a recomputed block raised, whose generators torch has restored
+            self._shared = None
             self.end()
 
     def enter(self, value: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
@@ -72,7 +70,7 @@ class Region:
             else:
                 entered = copied(value, self.group)
             self._source, self._entered = value, entered
-        if self._draws and layer.training and not self._generators and not torch.compiler.is_compiling():
+        if self._draws and layer.training and self._shared is None and not torch.compiler.is_compiling():
             self._opened_by = layer
             self._draw_apart()
         return entered
@@ -87,14 +85,11 @@ class Region:
     def end(self) -> None:
         """Forget the shared activation, and go on with the random numbers that all ranks share."""
         self._source = self._entered = None
-        if self._generators:
-            for generator, state in self._generators:
-                generator.set_state(state)
-            self._generators.clear()
-            self._opened_by = None
+        if self._shared is not None:
+            self._shared.put_back()
+            self._shared = self._opened_by = None
 
     def _draw_apart(self) -> None:
         number = int(torch.randint(1 << 62, ()))  # on the host. The same number on all ranks
-        for generator in generators_of(self._device):
-            self._generators.append((generator, generator.get_state()))
-            generator.manual_seed(fold(number, self._rank, 0, 0))
+        self._shared = StreamStates(self._device)
+        self._shared.reseed(fold(number, self._rank, 0, 0))

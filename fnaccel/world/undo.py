@@ -1,4 +1,4 @@
-"""Ctrl-C waits until what must not be cut in two is complete: a block, or the two ends of a `Swapped`."""
+"""What is put back: values that are swapped for a while, and torch's modes. A Ctrl-C cuts neither in two."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+import torch
 
 SIGINT = 2
 _main = threading.main_thread().ident
@@ -122,3 +124,43 @@ class Swapped(ABC):
                 return True
             frame = frame.f_back
         return False
+
+
+class TorchModes:
+    """Grad mode, and autocast on a kind of device, at this moment. "" if the call does not switch autocast.
+
+    An interrupt may cut off the end of a context that switched one. A body that raises puts both back.
+    """
+
+    __slots__ = ("autocast", "grad", "kind")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.grad = torch.is_grad_enabled()
+        if kind:
+            torch.autocast_increment_nesting()
+            depth = torch.autocast_decrement_nesting()
+            cached = torch.is_autocast_cache_enabled()
+            self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached, depth
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Make both as they were. (2.9 to 2.13)"""
+        torch.set_grad_enabled(self.grad)
+        if not self.kind:
+            return
+        enabled, dtype, cached, depth = self.autocast
+        torch.clear_autocast_cache()
+        now = torch.autocast_increment_nesting()
+        while now > depth:
+            now = torch.autocast_decrement_nesting()
+        while now < depth:
+            now = torch.autocast_increment_nesting()
+        torch.set_autocast_enabled(self.kind, enabled)
+        torch.set_autocast_dtype(self.kind, dtype)
+        torch.set_autocast_cache_enabled(cached)
