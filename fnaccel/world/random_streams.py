@@ -98,11 +98,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 class StreamStates:
-    """The states of a device's random streams at this moment, to go back to.
-
-    Args:
-        device: whose forward may draw from them. None for no streams.
-    """
+    """The states of a device's random streams at this moment, to go back to. Of none if `device` is None."""
 
     __slots__ = ("_kept",)
 
