@@ -22,6 +22,7 @@ from tests.surface.structure import (
     imports,
     name_of,
     room_of,
+    tree_of,
 )
 
 ROOT = PACKAGE.parent
@@ -77,6 +78,58 @@ def test_few_imports_are_for_types_only():
 
 def test_no_two_files_import_each_other():
     assert circles() == []
+
+
+ANSWERS = {
+    "puts back random streams": {
+        "set_state set_rng_state setstate": {
+            "world/random_streams.py": "`StreamStates`",
+            "data/seeding.py": "Python's and NumPy's, and those of a sampler",
+            "checkpoint/random_streams.py": "restore",
+            "launch/rendezvous.py": "a state of torch's rendezvous",
+        },
+        "fork_rng": {
+            "models/building.py": "a model is built from a seed",
+            "models/meta.py": "as well, of empty values",
+            "estimate/trace.py": "as well, to be traced",
+        },
+    },
+    "puts back torch's modes": {
+        "set_grad_enabled set_autocast_enabled set_autocast_dtype set_autocast_cache_enabled": {
+            "world/undo.py": "`TorchModes`",
+        },
+    },
+    "asks all ranks for objects": {
+        "all_gather_object gather_object broadcast_object_list": {
+            "collectives/signature.py": "`gather_objects` and `meet`",
+            "data/same_data.py": "readers have a group of their own",
+            "data/reader_ranks.py": "as well",
+        },
+    },
+    "compares by the store, where a rank may be late": {
+        "compare_set multi_get": {
+            "world/record_board.py": "the records of ranks",
+            "world/same_order.py": "the order of gathers",
+            "world/stall_watch.py": "the first that reports the end",
+            "world/joining.py": "who joins",
+            "launch/elastic.py": "launchers, before there are ranks",
+        },
+    },
+}
+"""Questions that a step or a job has, the calls that answer them, and the files that make these."""
+
+
+@pytest.mark.parametrize("question", ANSWERS)
+def test_a_question_is_answered_in_one_place(question):
+    for calls, expected in ANSWERS[question].items():
+        callers = {
+            str(path.relative_to(PACKAGE))
+            for path in FILES
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Attribute) and node.attr in calls.split()
+        }
+        assert callers <= {*expected}, "use what is there already"
+        assert callers == {*expected}, "take it off the list"
 
 
 def test_the_design_shows_the_same_floor_plan():
