@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -32,9 +32,8 @@ from fnaccel.step.loss import (
 from fnaccel.step.loss_info import Informed
 from fnaccel.step.total_graph import TotalCheck
 from fnaccel.tree import Tree
-from fnaccel.world.host_copy import sent_to
 from fnaccel.world.progress_marks import enter
-from fnaccel.world.random_streams import fold, generators_of
+from fnaccel.world.random_streams import fold
 
 
 @attrs.frozen(kw_only=True)
@@ -70,7 +69,7 @@ class Inputs:
         rates: the learning rates of each group of each optimizer.
         root: the root seed.
         rank: which part of the loss this rank computes. Ranks with other parts draw other random numbers.
-        draws_on: the device whose random streams are seeded for each micro-batch. None under `rng="stream"`.
+        streams: the random streams that are seeded for each micro-batch. None of them under `rng="stream"`.
         scale: the loss scale of fp16, a 0-d tensor, or None.
         last_weight: the global weight of the step before, with a loss scale.
         given: the models of other train steps, or None.
@@ -83,7 +82,7 @@ class Inputs:
     rates: list[list[Any]]
     root: int
     rank: int
-    draws_on: torch.device | None
+    streams: Sequence[torch.Generator]
     scale: torch.Tensor | None = None
     last_weight: torch.Tensor | None = None
     given: Any = None
@@ -92,7 +91,7 @@ class Inputs:
 
     def seed(self, micro_batch: int) -> None:
         """Seed the random streams for one micro-batch."""
-        for stream in () if self.draws_on is None else generators_of(self.draws_on):
+        for stream in self.streams:
             stream.manual_seed(fold(self.root, self.step, micro_batch, self.rank))
 
     def facts(self, device: torch.device, informed: Informed) -> UpdateFacts:
@@ -292,7 +291,7 @@ class Divisor:
             self.up_front = scale
         elif scale is not None and inputs.last_weight is not None:
             # the last global weight stands in for this one, so that a raw sum does not overflow fp16
-            self.up_front = scale / sent_to(inputs.last_weight, mesh.world.device)
+            self.up_front = scale / inputs.last_weight.to(mesh.world.device)
 
     def before_backward(self, total: torch.Tensor) -> torch.Tensor:
         """The total of a micro-batch as it is differentiated."""

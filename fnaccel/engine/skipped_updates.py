@@ -1,10 +1,12 @@
-"""`SkippedUpdates`: a run whose every update is skipped warns, and then ends."""
+"""Updates that are left out: `LeftOut` says why, and `SkippedUpdates` ends a run that makes no other."""
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
+from typing import Any
 
+import attrs
 import torch
 
 from fnaccel.errors import NonfiniteError
@@ -15,6 +17,32 @@ WARN_AFTER = 25
 """Skipped updates in a row that are worth a warning: a loss scale of 65,536 needs 16 to come down to 1."""
 
 _LAG = 8  # on an accelerator, steps until a flag is read: the same on every rank, so that all raise together
+
+
+@attrs.frozen
+class LeftOut:
+    """Whether an update is left out, and for which of two reasons.
+
+    Attributes:
+        uncounted: no row counts, by the global weight: a bool, or a 0-d tensor if only the device can tell.
+        skip: 1 if a transform or a check left it out, 0 if not. None if none of them may.
+    """
+
+    uncounted: Any
+    skip: Any = None
+
+    @property
+    def nonfinite(self) -> Any:
+        """`skip`, and 0 if no row counts: no gradient is none that is not finite."""
+        return self.skip * (1.0 - self.uncounted) if isinstance(self.uncounted, torch.Tensor) else self.skip
+
+    def counted(self, updates: Scalar) -> Any:
+        """The number of updates after it: a tensor if the device decides."""
+        if self.uncounted is True:
+            return updates
+        if self.skip is None:
+            return updates + 1
+        return updates + (1.0 - self.skip if isinstance(updates, torch.Tensor) else int(not self.skip))
 
 
 class SkippedUpdates:
@@ -31,13 +59,10 @@ class SkippedUpdates:
         self._in_a_row = 0
         self._waiting: deque[HostCopy] = deque()
 
-    def put(self, skip: Scalar | None) -> None:
-        """Take whether an update was skipped: a number or a 0-d tensor, 1 if it was."""
-        if not isinstance(skip, torch.Tensor) or skip.device.type == "cpu":
-            self._count(bool(skip))
-            return
+    def put(self, skip: torch.Tensor) -> None:
+        """Take whether an update was skipped: a 0-d tensor, 1 if it was."""
         self._waiting.append(HostCopy(skip))
-        if len(self._waiting) > _LAG:
+        if len(self._waiting) > (0 if skip.device.type == "cpu" else _LAG):
             self._count(bool(self._waiting.popleft().read()))
 
     def _count(self, skipped: bool) -> None:

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from fnaccel import _torch, tree
 from fnaccel.errors import CapabilityError
-from fnaccel.world.random_streams import StreamStates, fold
+from fnaccel.world.random_streams import fold
+from fnaccel.world.undo import StreamStates
 
 _LIKE = (torch.rand_like, torch.randn_like, torch.randint_like)
 _IN_PLACE = tuple(
@@ -101,24 +102,24 @@ def _drawn(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, 
 
 @contextlib.contextmanager
 def drawing(
-    root: int | None, step: int, device: torch.device, ranks: int, *, sharded: bool = True
+    root: int | None, step: int, streams: Sequence[torch.Generator], ranks: int, *, sharded: bool = True
 ) -> Generator[None]:
     """In the body user functions draw numbers that are equal on all ranks. The streams end as they were.
 
     Args:
         root: the root seed. None for PyTorch's own streams.
         step: calls of the train step before this one.
-        device: they draw from its streams, and from the host's.
+        streams: those that they draw from.
         ranks: how many ranks there are.
         sharded: whether the functions see DTensors.
     """
-    streams = StreamStates(None if root is None else device)
+    states = StreamStates(() if root is None else streams)
     try:
         if root is not None:
-            streams.reseed(fold(root, step, _HOOKS))
+            states.reseed(fold(root, step, _HOOKS))
         seeded = root is not None or ranks == 1
         # a function mode makes each operation in the body slower, and whole tensors need none
         with WholeDraws(seeded=seeded) if sharded or not seeded else contextlib.nullcontext():
             yield
     finally:
-        streams.put_back()
+        states.put_back()

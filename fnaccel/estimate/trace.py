@@ -188,7 +188,7 @@ class _Pass:
             return parts.total
 
         if loss.informed is not None:  # extras are in a state, and here is none
-            inputs = Inputs(step=0, updates=0, rates=[], root=0, rank=0, draws_on=None)
+            inputs = Inputs(step=0, updates=0, rates=[], root=0, rank=0, streams=())
             facts = inputs.facts(torch.device("cpu"), loss.informed)
             loss.informed.info = facts.of(attrs.evolve(micro, valid=0, first=0))
         account.phase = "forward"

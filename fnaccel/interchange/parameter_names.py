@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from fnaccel.checkpoint.format.found import Found, Numbered
+from fnaccel.checkpoint.format.found import Numbered
 
 Strip = Callable[[str], str]
 
@@ -84,7 +84,8 @@ def _by_shape(numbered: Numbered, shapes: Mapping[str, tuple[int, ...]]) -> dict
     for place, group in enumerate(numbered.groups):
         last = -1
         for number in group:
-            shape = _shape_of(numbered.slots.get(number, {}))
+            slots = numbered.slots.get(number, {}).items()
+            shape = next((moment.shape for slot, moment in slots if not is_number(slot)), None)
             if shape is None or group_of.setdefault(shape, place) != place or not waiting.get(shape):
                 return None
             names[number] = waiting[shape].pop(0)
@@ -92,7 +93,3 @@ def _by_shape(numbered: Numbered, shapes: Mapping[str, tuple[int, ...]]) -> dict
                 return None
             last = order[names[number]]
     return names
-
-
-def _shape_of(slots: Mapping[str, Found]) -> tuple[int, ...] | None:
-    return next((moment.shape for slot, moment in slots.items() if not is_number(slot)), None)

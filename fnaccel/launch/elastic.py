@@ -341,7 +341,8 @@ class _Coordinator:
         for machine in silent:
             if not attempt.keys.check([f"result/{machine}"]):
                 self._lose(attempt, machine, silent=True)
-        waiting = self._count_waiting(attempt)
+        has_room = attempt.machines < self._job.machines
+        waiting = self._handler.num_nodes_waiting() if has_room else 0
         names = [f"result/{machine}" for machine in range(attempt.machines)]
         if waiting and attempt.ending is None and not any(attempt.keys.check([name]) for name in names):
             attempt.keys.compare_set("ending", "", "join")
@@ -361,12 +362,6 @@ class _Coordinator:
             # before the decision is published: who reads it looks for the next generation
             self._root.add("generation", 1)
         self._announce(attempt, decision, note)
-
-    def _count_waiting(self, attempt: _Attempt) -> int:
-        """How many machines wait to join an attempt that has room for them."""
-        if attempt.machines == self._job.machines:
-            return 0
-        return self._handler.num_nodes_waiting()
 
     def _announce(self, attempt: _Attempt, decision: Decision, note: str) -> None:
         if decision.again:

@@ -105,7 +105,8 @@ def follows(error: BaseException) -> bool:
 
 def shown(error: BaseException, trace: TracebackType | None) -> str:
     """A traceback that begins in the user's script. For an error of fnaccel it ends there too."""
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+    ours = (_HERE, "<frozen importlib")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     if not isinstance(error, FnaccelError):
         return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
@@ -114,10 +115,6 @@ def shown(error: BaseException, trace: TracebackType | None) -> str:
         frames.pop()
     head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
     return "".join([*head, f"{type(error).__name__}: {error}"])
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith((_HERE, "<frozen importlib"))
 
 
 def describe(failure: Failure, job: Job) -> str:

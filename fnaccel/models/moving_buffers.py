@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.world.random_streams import StreamStates
+from fnaccel.world.undo import StreamStates
 
 
 class MovingBuffers:
@@ -122,16 +122,14 @@ def buffer_slots(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 @contextlib.contextmanager
-def passes_put_back(roots: Iterable[nn.Module], device: torch.device | None) -> Generator[None]:
+def passes_put_back(roots: Iterable[nn.Module], streams: StreamStates) -> Generator[None]:
     """After passes beside those of an update, buffers and random streams are as before them.
 
-    A buffer that a first forward registers goes again: its size may be that of these rows. Streams are those
-    of `device`, or none.
+    A buffer that a first forward registers goes again: its size may be that of these rows.
     """
     slots = [_torch.buffers_of(module) for root in roots for module in root.modules()]
     held = [(slot, dict(slot)) for slot in slots]
     copies = [(x, x.clone()) for _, named in held for x in named.values() if x is not None]
-    streams = StreamStates(device)
     try:
         yield
     finally:

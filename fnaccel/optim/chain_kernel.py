@@ -26,7 +26,6 @@ from fnaccel.optim.rules import (
     write_update,
 )
 from fnaccel.step.loss import Scalar
-from fnaccel.world.host_copy import sent_to
 
 _WHERE = "fa.optim.chain"
 
@@ -92,9 +91,9 @@ class BoundChain:
         ops: Any = self._pure if pure else self._fast
         taken = [None if grad is None else real_view(wide(grad)) for grad in grads]
         if multiplier is not None:
-            taken = _times(ops, taken, sent_to(multiplier, device))
+            taken = _times(ops, taken, kernels.at(multiplier, device))
         info = UpdateInfo(self._number(updates, device, pure=pure), kernels.on_device(rates[0], device))
-        skip = sent_to(skip, device)
+        skip = kernels.at(skip, device)
         separate = skip is not None and not pure
         write_update(ops, self._parts, taken, self._slots, self._shards, info, skip, separate=separate)
 
@@ -102,7 +101,7 @@ class BoundChain:
         """The number of the update: on the host if it is known there, so that corrections are numbers."""
         if not pure and updates.device.type == "cpu":
             return float(updates)
-        updates = sent_to(updates, device)
+        updates = kernels.at(updates, device)
         return updates.double() if self._wide else updates
 
 

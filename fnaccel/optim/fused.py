@@ -38,7 +38,6 @@ from fnaccel.optim.rules import (
 from fnaccel.optim.schedules import Rate
 from fnaccel.optim.selection import Groups
 from fnaccel.step.loss import Scalar
-from fnaccel.world.host_copy import sent_to
 
 _exists = functools.partial(operator.is_not, None)
 _Kernels = dict[str, Callable[..., None]]
@@ -163,14 +162,14 @@ class BoundFused:
                 taken = [real_view(grad) for grad in taken]
             # the multiplier and skip are on the device, and offloaded parameters are not
             where = shards[0].device
-            scale, off = sent_to(divisor, where), sent_to(skip, where)
-            count = [sent_to(updates, where)] if self._counts else []
+            scale, off = kernels.at(divisor, where), kernels.at(skip, where)
+            count = [kernels.at(updates, where)] if self._counts else []
             if scale is not None and shards[0].dtype is torch.float64:
-                taken, scale = _torch.foreach_mul(taken, sent_to(multiplier, where)), None
+                taken, scale = _torch.foreach_mul(taken, kernels.at(multiplier, where)), None
             elif scale is not None and torch.compiler.is_compiling():
                 taken, scale = _torch.foreach_div(taken, scale), None
             work.run(
-                work.kind(shards, taken, *moments, *count, sent_to(rate, where), *work.numbers, scale, off)
+                work.kind(shards, taken, *moments, *count, kernels.at(rate, where), *work.numbers, scale, off)
             )
 
 

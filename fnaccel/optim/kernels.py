@@ -15,7 +15,6 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.step.loss import Scalar
-from fnaccel.world.host_copy import sent_to
 
 Tensors = Sequence[torch.Tensor]
 
@@ -155,10 +154,17 @@ def _fused_sgd(update: SgdUpdate) -> None:
     )
 
 
+def at(value: Any, device: torch.device) -> Any:
+    """A tensor on a device, without a wait if it comes from the host. Anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.device == device:  # `to` would take 0.6 us
+        return value
+    return value.to(device, non_blocking=value.device.type == "cpu")  # to the host it could be read too soon
+
+
 def on_device(rate: Scalar, device: torch.device) -> Scalar:
     """A rate on the device. On XLA as an input of the graph: a number would be part of it."""
     if isinstance(rate, torch.Tensor) or device.type != "xla":
-        return sent_to(rate, device)
+        return at(rate, device)
     return as_input(rate, device)
 
 

@@ -33,6 +33,7 @@ from fnaccel.step.settings import Compiler
 from fnaccel.texts import first_of
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import enter
+from fnaccel.world.undo import StreamStates
 
 
 class CapturedStep:
@@ -145,7 +146,7 @@ class CapturedStep:
         Leaves nothing behind.
         """
         layout = self.engine.layout
-        with passes_put_back(layout.modules, layout.mesh.world.device):
+        with passes_put_back(layout.modules, StreamStates.of(layout.mesh.world.device)):
             params, run = self._capture.open()
             if self.loss.informed is not None:
                 self.loss.informed.info = info

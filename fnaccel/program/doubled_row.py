@@ -27,6 +27,7 @@ from fnaccel.step.loss import Mean
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 from fnaccel.world.progress_marks import NOW, enter
+from fnaccel.world.undo import StreamStates
 
 _TOLERANCE = 1e-5
 OF_WEIGHT_FN = "the loss under fa.with_weight"
@@ -97,7 +98,7 @@ def _outcome(
     """Each `fa.Mean` that the function returns, by its path."""
     enter(NOW.phase)  # each call has the whole limit of the phase
     layout = instance.engine.layout
-    with passes_put_back(layout.modules, layout.mesh.world.device):
+    with passes_put_back(layout.modules, StreamStates.of(layout.mesh.world.device)):
         output = parts(instance.engine.look(run, rows), rows)
     leaves = tree.items(output, is_leaf=lambda node: isinstance(node, Mean))
     return {path: leaf for path, leaf in leaves if isinstance(leaf, Mean)}

@@ -18,7 +18,7 @@ from fnaccel.engine.passes import Inputs, Passes
 from fnaccel.engine.same_position import same_position
 from fnaccel.engine.same_rows import SameRows
 from fnaccel.engine.shared_buffers import SharedBuffers
-from fnaccel.engine.skipped_updates import SkippedUpdates
+from fnaccel.engine.skipped_updates import LeftOut, SkippedUpdates
 from fnaccel.engine.stop_request import NoNotice, Notice
 from fnaccel.engine.totals import Question, Totals
 from fnaccel.engine.updater import Updater, traceable
@@ -47,9 +47,10 @@ from fnaccel.state import (
     scale_of,
     state_of,
 )
-from fnaccel.step.loss import Scalar, readable
+from fnaccel.step.loss import Scalar
 from fnaccel.step.spec import Spec
 from fnaccel.tree import Tree
+from fnaccel.world.random_streams import generators_of
 
 if TYPE_CHECKING:
     from fnaccel.program.captured_step import CapturedPasses
@@ -91,7 +92,7 @@ class Instance:
         captured: whether the step is compiled as a whole.
         own_hooks: whether all hooks after the gradients are the library's own.
         passes: `passes(micro_batches, totals, inputs)` are the passes of one update, for `drive`.
-        draws_on: the device whose random streams are seeded for each micro-batch. None if none are.
+        streams: the random streams that are seeded for each micro-batch.
         position: compares the positions of batches between ranks, or None.
         meter: counts compilations, or None.
         learned: what its calls have learned.
@@ -120,7 +121,7 @@ class Instance:
         mesh, leaves, capture = engine.layout.mesh, engine.layout.leaves, engine.forward.capture
         world = mesh.world
         self.autocast_on = lowered.autocast_on(world.device)
-        self.draws_on = None if spec.rng == "stream" else world.device
+        self.streams = [] if spec.rng == "stream" else generators_of(world.device)
         self._device, self._group = world.device, mesh.group("loss")
         self._partial_rows = mesh.partial_rows
         self.rank = mesh.loss_rank
@@ -162,11 +163,12 @@ class Instance:
         saved = {name: engine.layout.buffers[name] for name in names if name not in transient}
         self._first_shapes = {name: [*buffer.shape] for name, buffer in saved.items()}
         self._buffer_averages = averages_of(saved) if lowered.settings.ema_buffers else {}
+        averages = {leaf.name: leaf.like(x) for leaf, x in zip(leaves, engine.averages, strict=False)}
         self._trees = Trees(
             params=self.params,
             buffers=self._show(engine.layout.buffers),
             opt=self._show(self.updater.slots),
-            ema=self._show_averages() if lowered.settings.ema_decay is not None else None,
+            ema=None if lowered.settings.ema_decay is None else self._show(averages | self._buffer_averages),
         )
         self.modes = ModuleModes(engine.layout.modules, trains=self._trains)
         self.gradient_hooks = GradientHooks(
@@ -216,10 +218,6 @@ class Instance:
             key, _, local_name = name.partition("/")
             models[key][local_name] = value
         return models
-
-    def _show_averages(self) -> dict[str, Any]:
-        pairs = zip(self.engine.layout.leaves, self.engine.averages, strict=True)
-        return self._show({leaf.name: leaf.like(average) for leaf, average in pairs} | self._buffer_averages)
 
     def averaged_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The buffers that have averages, as the modules hold them at this moment, and their averages."""
@@ -298,7 +296,7 @@ class Instance:
             rates=rates,
             root=state.rng.root,
             rank=self.rank,
-            draws_on=self.draws_on,
+            streams=self.streams,
             scale=None if scale is None else scale["scale"],
             last_weight=None if scale is None else scale["weight"],
             given=given,
@@ -322,14 +320,13 @@ class Instance:
         """A context in which hooks of the user draw random numbers that are equal on all ranks."""
         world = self.engine.layout.mesh.world
         seed = None if self.spec.rng == "stream" else root
-        return drawing(seed, step, world.device, world.size, sharded=self.sharded)
+        return drawing(seed, step, self.streams, world.size, sharded=self.sharded)
 
     def complete(
         self,
         step: int,
         scale: dict[str, torch.Tensor] | None,
-        skip: Any,
-        uncounted: Scalar | None,
+        left_out: LeftOut,
         metrics: dict[str, Any],
         transforms: dict[str, Tree],
     ) -> None:
@@ -338,8 +335,7 @@ class Instance:
         Args:
             step: of the update.
             scale: the loss scale, changed in place, or None.
-            skip: 1 if a gradient was not finite. None if that is no reason to leave an update out.
-            uncounted: whether no row counts, so the update was left out.
+            left_out: whether the update was.
             metrics: of the update.
             transforms: their states, and that of the axis.
         """
@@ -348,9 +344,9 @@ class Instance:
         self.moving_buffers.end()
         if self.shared_buffers is not None:
             self.shared_buffers.share(step)
-        if self._buffer_averages and uncounted is not True:
+        if self._buffer_averages and left_out.uncounted is not True:
             decay = cast("float", self.lowered.settings.ema_decay)
-            move(self.averaged_buffers(), decay, skip, uncounted)
+            move(self.averaged_buffers(), decay, left_out.skip, left_out.uncounted)
         if self.engine.hooks.after_update is not None:
             shown, name = self.trees(scale), self.engine.name
             after = Updated(
@@ -366,16 +362,15 @@ class Instance:
                 keep_state(transforms, name, own, "axis")
         if scale is not None:
             metrics["loss_scale"] = scale["scale"].clone()
-            if uncounted is not True:
-                self._move_scale(scale, skip, metrics["weight"])
+            if left_out.uncounted is not True:
+                self._move_scale(scale, left_out.nonfinite, metrics["weight"])
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
-        if uncounted is True:
+        if left_out.uncounted is True:
             metrics["skipped"] = 1.0
-        elif skip is not None:
-            metrics["skipped"] = skip
-            # no gradient is none that is not finite
-            self.skips.put(skip * (1.0 - uncounted) if isinstance(uncounted, torch.Tensor) else skip)
+        elif left_out.skip is not None:
+            metrics["skipped"] = left_out.skip
+            self.skips.put(left_out.nonfinite)
 
     def _not_ready(self) -> CapabilityError:
         if not self._trains:
@@ -437,8 +432,6 @@ class Instance:
     def _move_scale(self, scale: dict[str, torch.Tensor], skip: torch.Tensor, weight: Scalar) -> None:
         """Grow or shrink the loss scale in place, and keep the weight for the next step."""
         policy = self.lowered.settings.precision
-        if isinstance(weight, torch.Tensor) and not readable(weight):
-            skip = skip * (weight > 0)  # no gradient is no overflow
         _torch.amp_update_scale_(
             scale["scale"], scale["growth"], skip, policy.growth, policy.backoff, policy.interval
         )

@@ -26,7 +26,7 @@ from fnaccel.step.loss_info import LossInfo, takes_info
 from fnaccel.step.spec import Spec
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import within
-from fnaccel.world.undo import TorchModes
+from fnaccel.world.undo import StreamStates, TorchModes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -281,7 +281,7 @@ class ModelAccess:
         with (
             TorchModes(self._autocast_on),
             instance.modes.during(training=False),
-            passes_put_back(layout.modules, self.mesh.world.device),
+            passes_put_back(layout.modules, StreamStates.of(self.mesh.world.device)),
         ):
             return check_forward(
                 settings.precision(self._forward(self._owner.live_state)),

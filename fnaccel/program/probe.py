@@ -24,7 +24,7 @@ from fnaccel.models.building import construct, has_factories, release
 from fnaccel.step.loss import read_loss
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
-from fnaccel.world.random_streams import StreamStates
+from fnaccel.world.undo import StreamStates
 
 if TYPE_CHECKING:
     from fnaccel.program.instance import Learned
@@ -145,7 +145,7 @@ def check_forward(
             fix="give a factory: fa.distribute(lambda: GPT(config), strategy)",
         )
     batch = tree.to(batch, mesh.world.device)
-    streams = StreamStates(mesh.world.device)
+    streams = StreamStates.of(mesh.world.device)
     try:  # copies, since a loss may change its batch in place
         sums = _sums(look(loss_fn, tree.map_tensors(torch.clone, batch)), mesh)
     except Exception as error:

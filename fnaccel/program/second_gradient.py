@@ -24,6 +24,7 @@ from fnaccel.program.instance import Instance
 from fnaccel.program.lower import lower
 from fnaccel.step.step import Step
 from fnaccel.tree import Tree
+from fnaccel.world.undo import StreamStates
 
 _WHERE = "info.gradients_at(params)"
 
@@ -95,7 +96,7 @@ def differentiate(
         passes_of = functools.partial(Passes, instance.engine, lower(step, part=instance.lowered.part).loss)
     with contextlib.ExitStack() as stack:
         stack.enter_context(pausing())
-        stack.enter_context(passes_put_back(instance.engine.layout.modules, inputs.draws_on))
+        stack.enter_context(passes_put_back(instance.engine.layout.modules, StreamStates(inputs.streams)))
         stack.enter_context(torch.enable_grad())
         if given is not None:
             stack.enter_context(given.frozen())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fnaccel.data.micro_batches import MicroBatches
+from fnaccel.engine.skipped_updates import LeftOut
 from fnaccel.program.instance import Instance
 from fnaccel.program.lent_models import LentModels, lend
 from fnaccel.program.second_gradient import gradients_at
@@ -17,7 +18,7 @@ from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update_guard import UpdateGuard
 from fnaccel.state import TrainState, lease, scale_of, state_of
 from fnaccel.step.checked_metrics import checked
-from fnaccel.step.loss import Scalar, is_uncounted
+from fnaccel.step.loss import is_uncounted
 from fnaccel.step.step import Info
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import enter
@@ -65,17 +66,15 @@ def update(
 
         # Hooks of GRADS, the optimizers, hooks of UPDATE.
         enter("update")
-        uncounted = is_uncounted(metrics["weight"])
-        if uncounted is True:  # the host knows that no row counts
+        left_out = LeftOut(is_uncounted(metrics["weight"]), skip)
+        if left_out.uncounted is True or gradients is None:  # nothing to do, or a captured step has done it
             guard.commit()
             metrics.update(reported)
-            engine.drop_pass()
-        elif gradients is None:  # a captured step has done all of it
-            guard.commit()
-            metrics.update(reported)
+            if left_out.uncounted is True:
+                engine.drop_pass()
         else:
             updater.hold(gradients.shards, updates, warns=owner.mesh.world.rank == 0)
-            gradients.uncounted = uncounted if isinstance(uncounted, torch.Tensor) else None
+            gradients.uncounted = left_out.uncounted if isinstance(left_out.uncounted, torch.Tensor) else None
 
             def apply() -> None:
                 guard.commit()  # the state is dead from here on
@@ -94,15 +93,16 @@ def update(
             if instance.own_hooks:
                 drawing = contextlib.nullcontext  # the library's own draw nothing
             skip = tail.run(engine, gradients, transforms, info, apply, drawing)
+            left_out = LeftOut(left_out.uncounted, skip)
             if tail.skips and tail.users:
                 guard.check_own()
 
         # The next state.
-        instance.complete(step, scale, skip, uncounted, metrics, transforms)
+        instance.complete(step, scale, left_out, metrics, transforms)
         next_state = state_of(
             instance.trees(scale),
             step=step + 1,
-            updates=_counted(updates, uncounted, skip),
+            updates=left_out.counted(updates),
             rng=state.rng,
             data=position,
             extras=extras,
@@ -110,7 +110,7 @@ def update(
         )
         lease(next_state, owner.lease)
         instance.learned.moved = True
-    return next_state, checked(metrics, uncounted)
+    return next_state, checked(metrics, left_out.uncounted)
 
 
 def begin(
@@ -129,12 +129,3 @@ def begin(
     if instance.lowered.part is not None:  # several ranks compute parts of each row
         micro_batches = instance.lowered.parts_of(micro_batches)
     return instance, micro_batches, lent
-
-
-def _counted(updates: Scalar, uncounted: Scalar | None, skip: Scalar | None) -> Any:
-    """The number of updates after a step: a tensor if the device decides whether one is left out."""
-    if uncounted is True:
-        return updates
-    if skip is None:
-        return updates + 1
-    return updates + (1.0 - skip if isinstance(updates, torch.Tensor) else int(not skip))

@@ -17,8 +17,7 @@ from fnaccel.program.probe import CAUSES
 from fnaccel.seeing.memory import explain_out_of_memory
 from fnaccel.state import TrainState, donate, is_stale
 from fnaccel.world.progress_marks import NOW, enter_step, leave_step
-from fnaccel.world.random_streams import StreamStates
-from fnaccel.world.undo import SigintHeld, TorchModes
+from fnaccel.world.undo import SigintHeld, StreamStates, TorchModes
 
 
 class UpdateGuard:
@@ -64,10 +63,10 @@ class UpdateGuard:
         self._begun = kernels.begun() if instance.captured else 0
         self._modes = TorchModes(instance.autocast_on)
         # a data set may draw from the same streams, and has to find them as it left them (1 us)
-        self._streams = StreamStates(instance.draws_on)
+        self._streams = StreamStates(instance.streams)
         # tensors in the states of the user's transforms, which may be changed in place
-        own = tree.leaves(state.transforms) if state.transforms else ()
-        self._own = [(x, _torch.version_of(x)) for x in own if isinstance(x, torch.Tensor)]
+        own = tuple(filter(torch.is_tensor, tree.leaves(state.transforms))) if state.transforms else ()
+        self._own = tuple(zip(own, map(_torch.version_of, own), strict=True))
         instance.moving_buffers.begin()
         if instance.captured and instance.learned.moved:
             self._sigint.__enter__()

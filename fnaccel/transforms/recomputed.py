@@ -16,7 +16,7 @@ from torch import nn
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError
 from fnaccel.models.parameter_values import run_given
-from fnaccel.world.random_streams import StreamStates
+from fnaccel.world.undo import StreamStates
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +70,7 @@ def _kept_as_inputs(call: Callable[[Sequence[torch.Tensor]], Any], tensors: Sequ
     shapes: list[Any] = []
 
     def run(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        now, again = StreamStates(kind), bool(first)
+        now, again = StreamStates.of(kind), bool(first)
         first[0].put_back() if again else first.append(now)
         try:
             with autocast:

@@ -17,7 +17,7 @@ from fnaccel.step.choices import Action
 from fnaccel.step.settings import Settings
 from fnaccel.step.step import Capability, Info, Phase, Transform
 from fnaccel.tree import Tree
-from fnaccel.world.host_copy import HostCopy, sent_to
+from fnaccel.world.host_copy import HostCopy
 from fnaccel.world.world import find_current
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class OnSpike:
         usual = torch.maximum(deviation, 0.01 * mean.abs())
         limit = mean + self.deviations * usual
         finite = torch.isfinite(loss)
-        counts = sent_to(torch.as_tensor(info.metrics["weight"]), mean.device) > 0
+        counts = torch.as_tensor(info.metrics["weight"]).to(mean.device, non_blocking=True) > 0
         spike = counts & (~finite | (known & (loss > limit)))
         if self.do == "skip":
             grads.skip_where(spike)

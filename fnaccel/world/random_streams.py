@@ -1,4 +1,4 @@
-"""The random streams of this process, seeds for them, and the way back."""
+"""The random streams of this process, and seeds for them."""
 
 from __future__ import annotations
 
@@ -95,27 +95,3 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     if device.type != "cpu":
         generators.append(stream_of(device))
     return generators
-
-
-class StreamStates:
-    """The states of a device's random streams at this moment, to go back to. Of none if `device` is None."""
-
-    __slots__ = ("_kept",)
-
-    def __init__(self, device: torch.device | None) -> None:
-        streams = () if device is None else generators_of(device)
-        self._kept = [(stream, stream.get_state()) for stream in streams]
-
-    def reseed(self, seed: int) -> None:
-        """Let all streams begin anew."""
-        for stream, _ in self._kept:
-            stream.manual_seed(seed)
-
-    def moved(self) -> bool:
-        """Whether numbers were drawn since then."""
-        return any(not torch.equal(stream.get_state(), state) for stream, state in self._kept)
-
-    def put_back(self) -> None:
-        """Let the streams go on from there."""
-        for stream, state in self._kept:
-            stream.set_state(state)

@@ -157,17 +157,15 @@ class StallWatch:
                 # ranks that are silent are not waited for
                 writing = [record.rank for record in records if record.state != "T" and not record.silent]
                 self._board.wait_for([f"stacks/{rank}" for rank in writing], REPORT)
-                self._print(finding, records, self._read_stacks(records))
+                store, keys = self._board.client, {record.rank: f"stacks/{record.rank}" for record in records}
+                stacks = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+                self._print(finding, records, stacks)
                 self._board.client.set("printed", "1")
             else:
                 self._board.wait_for(["printed"], 2 * REPORT)
             pause = 1.0 if self._board.rank == self._host else 0.1
         self._kill_stopped(records)
         _leave(pause)
-
-    def _read_stacks(self, records: list[RankRecord]) -> dict[int, str]:
-        store, keys = self._board.client, {record.rank: f"stacks/{record.rank}" for record in records}
-        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
     def _stacks(self) -> str:
         return own_stacks(threading.main_thread().ident or 0)

@@ -1,15 +1,18 @@
-"""What is put back: values that are swapped for a while, and torch's modes. A Ctrl-C cuts neither in two."""
+"""What is put back: swapped values, random streams, torch's modes. A Ctrl-C waits for what it can't cut."""
 
 from __future__ import annotations
 
 import _signal  # pyright: ignore[reportMissingImports] - `signal.signal` takes 3 us a call, this 0.2
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import methodcaller
 from types import FrameType
 from typing import Any
 
 import torch
+
+from fnaccel.world.random_streams import generators_of
 
 SIGINT = 2
 _main = threading.main_thread().ident
@@ -124,6 +127,36 @@ class Swapped(ABC):
                 return True
             frame = frame.f_back
         return False
+
+
+class StreamStates:
+    """The states of random streams at this moment, to go back to."""
+
+    __slots__ = ("_states", "_streams")
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self._streams = streams
+        self._states = list(map(methodcaller("get_state"), streams))
+
+    @classmethod
+    def of(cls, device: torch.device) -> StreamStates:
+        """Those of the streams that a forward on `device` may draw from."""
+        return cls(generators_of(device))
+
+    def reseed(self, seed: int) -> None:
+        """Let all streams begin anew."""
+        for stream in self._streams:
+            stream.manual_seed(seed)
+
+    def moved(self) -> bool:
+        """Whether numbers were drawn since then."""
+        pairs = zip(self._streams, self._states, strict=True)
+        return any(not torch.equal(stream.get_state(), state) for stream, state in pairs)
+
+    def put_back(self) -> None:
+        """Let the streams go on from there."""
+        for stream, state in zip(self._streams, self._states, strict=True):
+            stream.set_state(state)
 
 
 class TorchModes:

@@ -173,7 +173,8 @@ MUTANTS = [
         (ENGINES, "-k", "ragged_epochs"),
     ),
     Mutant(
-        "skipped updates counted", "program/update.py", "(1.0 - skip if isinstance(updates, torch.Tensor) else int(not skip))", "1",
+        "skipped updates counted", "engine/skipped_updates.py",
+        "(1.0 - self.skip if isinstance(updates, torch.Tensor) else int(not self.skip))", "1",
         ("tests/transforms", "-k", "fp16_skips"),
     ),
     Mutant(
@@ -237,7 +238,7 @@ MUTANTS = [
     ),
     Mutant(
         "averages of buffers stay", "program/instance.py",
-        "if self._buffer_averages and uncounted is not True:", "if False:",
+        "if self._buffer_averages and left_out.uncounted is not True:", "if False:",
         ("tests/transforms/test_averaged_buffers.py", "-k", "those_of_torch and local-1-eager"),
     ),
     Mutant(

@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient that moves buffers", "program/second_gradient.py",
-        "        stack.enter_context(passes_put_back(instance.engine.layout.modules, inputs.draws_on))\n", "",
+        "        stack.enter_context(passes_put_back(instance.engine.layout.modules, StreamStates(inputs.streams)))\n", "",
         (GRADIENT, "-k", "buffers_dropout"),
     ),
     Mutant(

@@ -131,8 +131,8 @@ MUTANTS = [
         ("tests/transforms/test_left_out_states.py", "-k", "device_leaves_out"),
     ),
     Mutant(
-        "a step without a row counts as one that is not finite", "program/instance.py",
-        "skip * (1.0 - uncounted) if isinstance(uncounted, torch.Tensor) else skip", "skip",
+        "a step without a row counts as one that is not finite", "engine/skipped_updates.py",
+        "self.skip * (1.0 - self.uncounted) if isinstance(self.uncounted, torch.Tensor) else self.skip", "self.skip",
         ("tests/transforms/test_left_out_states.py", "-k", "no_gradients"),
     ),
     Mutant(

@@ -83,7 +83,8 @@ def test_no_two_files_import_each_other():
 ANSWERS = {
     "puts back random streams": {
         "set_state set_rng_state setstate": {
-            "world/random_streams.py": "`StreamStates`",
+            "world/undo.py": "`StreamStates`",
+            "world/random_streams.py": "the streams of devices",
             "data/seeding.py": "Python's and NumPy's, and those of a sampler",
             "checkpoint/random_streams.py": "restore",
             "launch/rendezvous.py": "a state of torch's rendezvous",

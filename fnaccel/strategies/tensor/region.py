@@ -12,7 +12,8 @@ from fnaccel.strategies.tensor.collectives import (
     summed,
     summed_and_cut,
 )
-from fnaccel.world.random_streams import StreamStates, fold
+from fnaccel.world.random_streams import fold
+from fnaccel.world.undo import StreamStates
 
 SEQUENCE_DIM = 1
 
@@ -91,5 +92,5 @@ class Region:
 
     def _draw_apart(self) -> None:
         number = int(torch.randint(1 << 62, ()))  # on the host. The same number on all ranks
-        self._shared = StreamStates(self._device)
+        self._shared = StreamStates.of(self._device)
         self._shared.reseed(fold(number, self._rank, 0, 0))
