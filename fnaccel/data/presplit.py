@@ -36,7 +36,9 @@ def open_presplit(open_own: Open, reading: Reading, link: Link) -> Iterator[Batc
     Raises:
         LoaderError: a rank's part is empty, or the position was saved on another number of ranks.
     """
-    _check_ranks(reading, link)
+    ranks = saved_at(reading).get("ranks", link.ranks)
+    if ranks != link.ranks:
+        raise _elsewhere(reading, f"it was saved on {ranks} ranks, and here are {link.ranks}")
     rounds = _Own(open_own, attrs.evolve(reading, start=0, seed=fold(reading.seed, link.rank)), link)
     used = 0
     upcoming = rounds.next_round()
@@ -141,12 +143,6 @@ class _Own:
         everyone = numbers.new_empty(self.link.ranks * len(counts))
         self.link.talk(_torch.all_gather_single, everyone, numbers, group=self.link.group)
         return everyone.view(self.link.ranks, len(counts)).tolist()
-
-
-def _check_ranks(reading: Reading, link: Link) -> None:
-    ranks = saved_at(reading).get("ranks", link.ranks)
-    if ranks != link.ranks:
-        raise _elsewhere(reading, f"it was saved on {ranks} ranks, and here are {link.ranks}")
 
 
 def _elsewhere(reading: Reading, why: str) -> LoaderError:

@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from fnaccel.data.micro_batches import MicroBatches
-from fnaccel.engine.combine import Agreement
+from fnaccel.engine.aux_values import Agreement
 from fnaccel.engine.totals import Question
 from fnaccel.errors import ArgumentError, FnaccelError
 from fnaccel.models.parameter import Leaf

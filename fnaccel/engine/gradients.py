@@ -1,6 +1,6 @@
 """The gradient of one step as GRADS transforms see it: local shards, with one deferred multiply.
 
-Averaging, unscaling and clipping only change `multiplier`. The optimizer's kernel applies it.
+Division by the weight, unscaling and clipping only change `multiplier`. The optimizer's kernel applies it.
 """
 
 from __future__ import annotations

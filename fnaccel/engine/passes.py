@@ -73,7 +73,7 @@ class Inputs:
         scale: the loss scale of fp16, a 0-d tensor, or None.
         last_weight: the global weight of the step before, with a loss scale.
         given: the models of other train steps, or None.
-        hooked: whether hooks in the backward pass are to see gradients of a mean.
+        backward_hooks: whether there are some, which are to see gradients of a mean.
         extras: those of the state.
     """
 
@@ -86,7 +86,7 @@ class Inputs:
     scale: torch.Tensor | None = None
     last_weight: torch.Tensor | None = None
     given: Any = None
-    hooked: bool = False
+    backward_hooks: bool = False
     extras: Tree = None
 
     def seed(self, micro_batch: int) -> None:
@@ -112,7 +112,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         metrics: `loss`, `weight`, and aux.
-        gradients: averaged over ranks. None if a captured step did the update as well.
+        gradients: averages over ranks, and the factor that they lack. None if a captured step did the update.
         skip: if it did, 1 if it left the update out, 0 if not, None if it never does.
     """
 
@@ -124,8 +124,7 @@ class Outcome(NamedTuple):
 class Passes:
     """The passes of one update's micro-batches, by index, for an engine's `drive`.
 
-    Changes no parameter. The gradients are those of the sum of totals over all micro-batches and ranks, and
-    lack a division by the global weight.
+    Changes no parameter. See `Divisor` for what the gradients are divided by, and where.
 
     Args:
         engine: the strategy made real.
@@ -236,11 +235,11 @@ class Passes:
         if engine.runtime.bound is None and (not grads or grads[0] is None):
             check_reached(grads, loss.where)
         divisor = self._divisor
-        if not divisor.waits:
+        if not divisor.waits_for_weight:
             totals.wait()
         if totals.weighted is False:
             loss.check.count({*totals.rows, *engine.agreement.rows}, loss.where)
-        multiplier = multiplier_of(engine, totals.weight, self._inputs.scale, divisor.up_front, divisor.left)
+        multiplier = multiplier_of(engine, totals.weight, self._inputs.scale, divisor.up_front, divisor.after)
         gradients = Gradients(layout.leaves, grads, multiplier, layout.held_by, layout.mesh.world.device)
         return Outcome(totals.finish(), gradients, None)
 
@@ -257,6 +256,10 @@ def out_of_turn(name: str, index: int) -> CapabilityError:
 class Divisor:
     """Where the totals of an update are divided by their global weight: as early as that is known.
 
+    A backward pass of an engine averages over the N ranks of the loss, so `up_front / N * multiplier` is
+    1 / weight: the factor of totals before it, and that of gradients after it (`multiplier_of`).
+
+        where the weight is known                 where totals are divided by it
         from the batch (`weight_fn`)              before each backward
         from one forward, hooks want a mean       before its backward, at the cost of a wait for other ranks
         from the last forward                     after the last backward
@@ -266,9 +269,10 @@ class Divisor:
         engine, loss, micro_batches, totals, inputs: of the update, as for `Passes`.
 
     Attributes:
-        waits: whether ranks wait for the weight before the backward pass.
+        waits_for_weight: whether ranks wait for it before the backward pass.
         up_front: the factor of totals before backward: the loss scale, over a weight that is known by then.
-        left: the factor that gradients lack but for the loss scale, if totals were divided before backward.
+        after: the factor of gradients but for the loss scale, if totals were divided before: N, or 1 if
+            `up_front` has it. None if it follows from the weight that is known then.
     """
 
     def __init__(
@@ -276,18 +280,18 @@ class Divisor:
     ) -> None:
         self._engine, self._totals = engine, totals
         weight_fn, scale, mesh = loss.weight_fn, inputs.scale, engine.layout.mesh
-        self.waits = inputs.hooked and weight_fn is None and len(micro_batches) == 1
-        # hooks of modules see the gradients that they would see on one rank
-        self._apart = mesh.loss_size if inputs.hooked else 1
-        self.left = None if weight_fn is None and not self.waits else float(self._apart)
+        self.waits_for_weight = inputs.backward_hooks and weight_fn is None and len(micro_batches) == 1
+        # N comes after it if hooks look on: they are to see the gradients that they would see on one rank
+        self._unseen = mesh.loss_size if inputs.backward_hooks else 1
+        self.after = None if weight_fn is None and not self.waits_for_weight else float(self._unseen)
         self.up_front: Any = None
         if weight_fn is not None:
             totals.know_weights(
                 [check_weight(weight_fn(m.data), loss.where) if m.valid else 0 for m in micro_batches]
             )
-            ratio = _ratio(self._engine, self._totals.weight, self._apart)
+            ratio = _ranks_over_weight(self._engine, self._totals.weight, self._unseen)
             self.up_front = ratio if scale is None else scale * ratio
-        elif self.waits:
+        elif self.waits_for_weight:
             self.up_front = scale
         elif scale is not None and inputs.last_weight is not None:
             # the last global weight stands in for this one, so that a raw sum does not overflow fp16
@@ -295,33 +299,33 @@ class Divisor:
 
     def before_backward(self, total: torch.Tensor) -> torch.Tensor:
         """The total of a micro-batch as it is differentiated."""
-        if self.waits:
+        if self.waits_for_weight:
             self._totals.wait()
-            total = total * _ratio(self._engine, self._totals.weight, self._apart)
+            total = total * _ranks_over_weight(self._engine, self._totals.weight, self._unseen)
         return total if self.up_front is None else total * self.up_front
 
 
 def multiplier_of(
-    engine: Engine, weight: Scalar, scale: Scalar | None, up_front: Scalar | None, left: float | None
+    engine: Engine, weight: Scalar, scale: Scalar | None, up_front: Scalar | None, after: float | None
 ) -> Any:
-    """The factor that the gradients still lack. None for 1.
+    """The factor that gradients still lack after the backward passes, which average over ranks. None for 1.
 
     Args:
         engine, weight, scale: of the step.
-        up_front, left: as `Divisor` has them.
+        up_front, after: as `Divisor` has them.
     """
-    if left is not None:
-        multiplier = left if scale is None else left / scale
+    if after is not None:
+        multiplier = after if scale is None else after / scale
     else:
-        multiplier = _ratio(engine, weight)
+        multiplier = _ranks_over_weight(engine, weight)
         if up_front is not None:
             multiplier = multiplier / up_front
     return None if isinstance(multiplier, float) and multiplier == 1.0 else multiplier
 
 
-def _ratio(engine: Engine, weight: Scalar, apart: int = 1) -> Any:
-    """The factor that undoes the engine's own average, over the global weight, and over `apart`."""
-    ranks = engine.layout.mesh.loss_size / apart
+def _ranks_over_weight(engine: Engine, weight: Scalar, unseen: int = 1) -> Any:
+    """N / weight: it undoes the engine's average, and divides. `unseen` is the part of N that comes later."""
+    ranks = engine.layout.mesh.loss_size / unseen
     if isinstance(weight, torch.Tensor):
         dtype = wide_dtype(engine)
         # a count divides to torch's default dtype

@@ -21,7 +21,8 @@ from fnaccel.texts import first_of
 from fnaccel.world.host_copy import HostCopy
 from fnaccel.world.mesh import Mesh
 
-_CODES = 1_048_573  # a prime, so small that a sum of squares over 8,192 ranks is exact in float64
+_CODE_MODULUS = 1_048_573
+"""A prime, so small that a sum of squares over 8,192 ranks is exact in float64. Codes are equal modulo it."""
 
 
 def same_position(mesh: Mesh, told: deque[str]) -> SamePosition | None:
@@ -73,7 +74,7 @@ class SamePosition:
         """The numbers of this rank, which ranks sum."""
         position = self._position
         at = 0 if position is None else 1 + position.epoch * 8_191 + position.samples
-        code = (at + zlib.crc32("\n".join(self._told).encode())) % _CODES
+        code = (at + zlib.crc32("\n".join(self._told).encode())) % _CODE_MODULUS
         return float(code), float(code * code)
 
     def hear(self, sums: torch.Tensor | None, device: torch.device) -> None:  # noqa: ARG002 - for others

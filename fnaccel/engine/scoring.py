@@ -14,7 +14,7 @@ from fnaccel.collectives.over import scope
 from fnaccel.collectives.signature import Call, agree
 from fnaccel.data import Batch
 from fnaccel.data.batch_copies import copied, memory_of
-from fnaccel.engine.combine import Accumulation, Rows, packed, unpacked
+from fnaccel.engine.aux_values import Accumulation, Rows, packed, unpacked
 from fnaccel.errors import LoaderError
 from fnaccel.step.loss import Concat, is_combinable, parts_of
 from fnaccel.tree import Tree

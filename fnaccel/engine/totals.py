@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fnaccel.engine.combine import (
+from fnaccel.engine.aux_values import (
     Agreement,
     AuxValues,
     divide,
@@ -26,15 +26,19 @@ from fnaccel.step.loss import LossParts, is_zero, masked
 
 
 class Question(Protocol):
-    """What ranks ask each other in the all-reduce of a step's totals. All of them ask the same questions."""
+    """What ranks ask each other in the all-reduce of a step's totals: `Instance.totals` lists the questions.
+
+    Every rank asks in every step, with as many numbers. A captured step has done its update when it hears the
+    sums, and does not call `check`: a question that needs it stays for the next step, as `SamePosition` does.
+    """
 
     @property
     def numbers(self) -> Sequence[float]:
-        """This rank's numbers, which ranks sum."""
+        """This rank's numbers, which ranks sum. Read twice in a step."""
         ...
 
     def hear(self, sums: torch.Tensor | None, device: torch.device) -> None:
-        """Take the sums over all ranks, a 1-d tensor. None on a single rank."""
+        """Take the sums over all ranks, 1-d. None on a single rank. Of an accelerator: read them later."""
         ...
 
     def check(self) -> None:

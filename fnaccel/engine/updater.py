@@ -90,7 +90,7 @@ class _Part:
     own: tuple[tuple[str, Callable[[Any], Any] | None], ...]
     whole: bool
     starts: int
-    waits: bool = False
+    not_started: bool = False
 
 
 class Updater:
@@ -168,7 +168,7 @@ class Updater:
         for part in self._parts:
             # below 0 until it starts. Of a part that starts at once nothing is read on the host
             since = int(updates) - part.starts if part.starts else updates
-            part.waits = waits = bool(part.starts and since < 0)
+            part.not_started = waits = bool(part.starts and since < 0)
             base = 0.0 if waits else self._rate(part.base, since)
             reported[part.rate] = base
             rates.append([base if waits or own is None else self._rate(own, since) for _, own in part.own])
@@ -187,7 +187,7 @@ class Updater:
             for each in rates
         ]
 
-    def hold(self, grads: list[Any], updates: Scalar, *, warns: bool) -> None:
+    def drop_waiting(self, grads: list[Any], updates: Scalar, *, warns: bool) -> None:
         """Drop the gradients of optimizers that start later, so that no norm counts them. After `rates`.
 
         Warns once of parameters that get a gradient in some updates only, if a bias correction counts all. In
@@ -199,7 +199,7 @@ class Updater:
             warns: whether this rank warns.
         """
         for part in self._parts:
-            if part.waits:
+            if part.not_started:
                 for index in part.indices:
                     grads[index] = None
         if not (warns and self._counted):
@@ -252,7 +252,7 @@ class Updater:
         return [each for starts, each in self.switching if int(updates) > starts]
 
     def _without_gradient(self, grads: Sequence[Any]) -> set[int]:
-        waiting = {index for part in self._parts if part.waits for index in part.indices}
+        waiting = {index for part in self._parts if part.not_started for index in part.indices}
         return {index for index in self._counted if grads[index] is None and index not in waiting}
 
     def _never_updated(self) -> set[int]:
@@ -269,7 +269,7 @@ class Updater:
             number: of this update, as `number` makes it.
         """
         for part, each in zip(self._parts, rates, strict=True):
-            if part.waits:
+            if part.not_started:
                 continue
             shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]
             # an optimizer that reads on the host would wait for the device in each step

@@ -53,7 +53,9 @@ def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, p
     if not job.python:
         return _become_program(job)
     if job.debug:
-        _turn_checks_on()
+        faulthandler.enable()
+        # PyTorch has read the variables of `--debug` in the launcher, before the fork
+        dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
     log = None if job.tee is None else log_path(job.tee, job.rank(local_rank))
     report = _Report(job.rank(local_rank), pipe, log)
     joining.LISTENERS.append(report.note)
@@ -136,12 +138,6 @@ def _become_program(job: Job) -> int:
     except OSError as error:
         print(f"{job.script}: {error.strerror}", file=sys.stderr)
         return 126
-
-
-def _turn_checks_on() -> None:
-    """Read the variables of `--debug`, which PyTorch has read in the launcher, before the fork."""
-    faulthandler.enable()
-    dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _take_place(local_rank: int, environ: dict[str, str]) -> None:

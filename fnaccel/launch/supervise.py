@@ -107,7 +107,8 @@ def _attempts(
         if coordinator is None:
             number = place.number + 1
             place = Place(number=number, failures=number)
-            job = _smaller(job, outcome.killed)
+            if job.min_ranks is not None:  # it may go on without the killed ranks
+                job = attrs.evolve(job, processes=max(job.min_ranks, job.processes - outcome.killed))
         else:
             place = coordinator.begin()
     code = 0 if coordinator is None or coordinator.decision is None else coordinator.decision.code
@@ -185,13 +186,6 @@ def _copiers(job: Job) -> list[Copier]:
             where="fnaccel launch --tee",
             fix="name a folder that does not exist yet, or that you may write to",
         ) from error
-
-
-def _smaller(job: Job, killed: int) -> Job:
-    """The job without the killed ranks, if it may go on with fewer."""
-    if job.min_ranks is None:
-        return job
-    return attrs.evolve(job, processes=max(job.min_ranks, job.processes - killed))
 
 
 def _report(outcome: Outcome, job: Job) -> None:

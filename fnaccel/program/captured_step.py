@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fnaccel import _torch, tree
 from fnaccel.collectives import gather_objects
-from fnaccel.engine.combine import AuxValues, check_aux, detached, mixed_kinds, packed, structure, unpacked
+from fnaccel.engine.aux_values import AuxValues, check_aux, detached, mixed_kinds, packed, structure, unpacked
 from fnaccel.engine.engine import Sync
 from fnaccel.engine.gradients import apart
 from fnaccel.engine.passes import Divisor, Inputs, Loss, Outcome, out_of_turn, wide_dtype
@@ -45,7 +45,7 @@ class CapturedStep:
 
     Attributes:
         engine, loss, updater, group: of the step.
-        hooked: whether the program runs hooks, which ask for the number of the call.
+        runs_hooks: whether the program runs hooks of the step, which ask for the number of the call.
         add, finish: the compiled programs of `StepGraph`.
         blank: gradients of zero, to which `add` adds.
     """
@@ -64,7 +64,7 @@ class CapturedStep:
         self.updater = updater
         self._capture = capture
         self.loss = loss
-        self.hooked = tail is not None and bool(tail.gradients or tail.updates)
+        self.runs_hooks = tail is not None and bool(tail.gradients or tail.updates)
         self.group = engine.layout.mesh.group("loss")
         kernels.register()
         if engine.layout.mesh.world.device.type == "cuda":
@@ -258,7 +258,7 @@ class CapturedPasses:
             scale=inputs.scale,
             rates=step.updater.as_tensors(inputs.rates),
             number=step.updater.number(inputs.updates),
-            step=filled(inputs.step, torch.int64, device) if step.hooked else None,
+            step=filled(inputs.step, torch.int64, device) if step.runs_hooks else None,
         )
 
     def outcome(self) -> Outcome:
@@ -285,7 +285,7 @@ class CapturedPasses:
         metrics = {**out.metrics, **aux.finish(step.group, device)}
         if out.grads is None:
             warns, reached = step.engine.layout.mesh.world.rank == 0, [was or None for was in out.reached]
-            step.updater.hold(reached, self._inputs.updates, warns=warns)
+            step.updater.drop_waiting(reached, self._inputs.updates, warns=warns)
             return Outcome(metrics, None, out.skip)
         layout = step.engine.layout
         gradients = Gradients(layout.leaves, apart(out.grads), out.multiplier, layout.held_by, device)

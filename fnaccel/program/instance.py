@@ -1,4 +1,4 @@
-"""`Instance`: what `init` builds of a train step: engine, optimizers, the trees that states show."""
+"""`Instance`: what `init` builds of a train step, and what begins and completes each of its updates."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from fnaccel import _lazy, _torch, tree
 from fnaccel.data.micro_batches import MicroBatches, micro_batches
 from fnaccel.engine.engine import Engine, Updated
+from fnaccel.engine.left_out import LeftOut, SkippedUpdates
 from fnaccel.engine.passes import Inputs, Passes
 from fnaccel.engine.same_position import same_position
 from fnaccel.engine.same_rows import SameRows
 from fnaccel.engine.shared_buffers import SharedBuffers
-from fnaccel.engine.skipped_updates import LeftOut, SkippedUpdates
 from fnaccel.engine.stop_request import NoNotice, Notice
 from fnaccel.engine.totals import Question, Totals
 from fnaccel.engine.updater import Updater, traceable
@@ -90,10 +90,10 @@ class Instance:
         where: the name of the train step, for messages.
         engine, updater, params: the model, its optimizers, and its parameters as states show them.
         captured: whether the step is compiled as a whole.
-        own_hooks: whether all hooks after the gradients are the library's own.
+        no_user_hooks: whether all hooks after the gradients are the library's own.
         passes: `passes(micro_batches, totals, inputs)` are the passes of one update, for `drive`.
         streams: the random streams that are seeded for each micro-batch.
-        position: compares the positions of batches between ranks, or None.
+        same_position: compares the positions of batches between ranks, or None.
         meter: counts compilations, or None.
         learned: what its calls have learned.
         buffer_slots: the module, attribute and canonical name of each buffer.
@@ -128,16 +128,16 @@ class Instance:
         self.shares = any(degree > 1 for degree in mesh.degrees.values())
         self.access = _access(engine)
         register(built, self.access)
-        self.position = same_position(mesh, engine.hooks.told)
+        self.same_position = same_position(mesh, engine.hooks.told)
         self.same_rows = SameRows(mesh) if mesh.batch_size < world.size else None
         self.sharded = is_sharded(engine.layout.parameters.values())
         self.skips = SkippedUpdates(lowered.settings.max_skipped, speaks=world.is_main)
         self.meter = None if lowered.settings.compiler is None else Meter(lowered.settings.compiler, where)
         # in the graph, updates go to the tensors that gradients are taken of: no second name for them
         optimizers = spec.optimizers or {}
-        self.own_hooks = lowered.own_hooks
-        inside = capture is not None and self.own_hooks and traceable(optimizers)
-        updated = capture.leaves if capture is not None and inside else leaves
+        self.no_user_hooks = lowered.no_user_hooks
+        update_in_graph = capture is not None and self.no_user_hooks and traceable(optimizers)
+        updated = capture.leaves if capture is not None and update_in_graph else leaves
         bound = engine.runtime.bound
         self.updater = Updater(
             updated,
@@ -150,8 +150,8 @@ class Instance:
         self.params = self._show(engine.layout.parameters)
         self.by_name = ReadOnlyDict(engine.layout.parameters)
         self.captured = self._trains and capture is not None and lowered.settings.compiler is not None
-        self.passes = self._passes(inside)
-        self._inside = inside
+        self.passes = self._passes(update_in_graph)
+        self._update_in_graph = update_in_graph
         self.buffer_slots = [
             (module, attribute, full)
             for key, root in built.modules.items()
@@ -184,10 +184,10 @@ class Instance:
     @functools.cached_property
     def gradient_passes(self) -> AnyPasses:
         """`passes` with gradients as outcome: another program, if that of the step does the update too."""
-        return self._passes(False) if self.captured and self._inside else self.passes
+        return self._passes(False) if self.captured and self._update_in_graph else self.passes
 
-    def _passes(self, inside: bool) -> AnyPasses:
-        """What runs the passes of an update: calls, or compiled programs with the update if `inside`."""
+    def _passes(self, update_in_graph: bool) -> AnyPasses:
+        """What runs the passes of an update: calls, or compiled programs, with the update in them or not."""
         engine, lowered = self.engine, self.lowered
         compiler, capture = lowered.settings.compiler, engine.forward.capture
         if not self.captured or capture is None or compiler is None:
@@ -197,7 +197,7 @@ class Instance:
             _torch.local_of(value) for tensors in self.updater.slots.values() for value in tensors.values()
         ]
         _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in capture.leaves)])
-        tail = lowered.tail if inside else None
+        tail = lowered.tail if update_in_graph else None
         captured = _lazy.load("fnaccel.program.captured_step")
         step = captured.CapturedStep(
             engine, capture, lowered.loss, compiler, tail, self.updater, self.by_name
@@ -279,8 +279,8 @@ class Instance:
         self.skips.check()
         if cut.batch is not None:
             learned.source = cut.batch.source
-        if self.position is not None:
-            self.position.begin(None if cut.batch is None else cut.batch.position)
+        if self.same_position is not None:
+            self.same_position.begin(None if cut.batch is None else cut.batch.position)
         self.modes.train()
         self.gradient_hooks.look_again()
         if self.gradient_hooks.present and len(cut) > 1 and self.lowered.loss.weight_fn is None:
@@ -300,7 +300,7 @@ class Instance:
             scale=None if scale is None else scale["scale"],
             last_weight=None if scale is None else scale["weight"],
             given=given,
-            hooked=self.gradient_hooks.present,
+            backward_hooks=self.gradient_hooks.present,
             extras=state.extras,
         )
 
@@ -308,10 +308,10 @@ class Instance:
         """The totals of one update, with the questions that ranks ask each other."""
         engine = self.engine
         questions: list[Question] = []
-        if notice is not None or self._group is not None:  # ranks sum by position
+        if notice is not None or self._group is not None:  # ranks sum by place in the vector
             questions.append(notice or NoNotice())
-        if self.position is not None:
-            questions.append(self.position)
+        if self.same_position is not None:
+            questions.append(self.same_position)
         if engine.hooks.ask is not None:
             questions.append(engine.hooks.ask(micro_batches))
         return Totals(self._group, self._device, engine.agreement, questions, partial_rows=self._partial_rows)

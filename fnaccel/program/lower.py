@@ -106,7 +106,7 @@ class Lowered:
     part: LossPart | None = None
 
     @property
-    def own_hooks(self) -> bool:
+    def no_user_hooks(self) -> bool:
         """Whether all hooks after the gradients are the library's own, and so can be captured."""
         stateful = {name for name, _ in self.inits}
         hooks = (*self.tail.gradients, *self.tail.updates)

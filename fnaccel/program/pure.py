@@ -17,7 +17,7 @@ import torch
 from fnaccel import _torch, tree
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.micro_batches import micro_batches
-from fnaccel.engine.combine import ratio
+from fnaccel.engine.aux_values import ratio
 from fnaccel.engine.gradients import differences
 from fnaccel.engine.pure_gradients import PureGradients
 from fnaccel.engine.update_facts import UpdateFacts

@@ -12,7 +12,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.data.cut import split_sizes
-from fnaccel.engine.combine import check_aux, combined, pick, unpick
+from fnaccel.engine.aux_values import check_aux, combined, pick, unpick
 from fnaccel.engine.passes import Loss
 from fnaccel.models.building import Host
 from fnaccel.models.parameter_values import run_with

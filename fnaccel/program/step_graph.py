@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from fnaccel import _torch
-from fnaccel.engine.combine import check_aux, detached, divide
+from fnaccel.engine.aux_values import check_aux, detached, divide
 from fnaccel.engine.gradients import added, laid_out
 from fnaccel.engine.passes import Loss, multiplier_of
 from fnaccel.engine.updater import Updater
@@ -183,8 +183,8 @@ class StepGraph:
         if self._group is not None:
             sums = _torch.end_collective(sums)
         weight = sums[1] if given.global_weight is None else given.global_weight
-        left = None if given.global_weight is None else 1.0
-        multiplier = multiplier_of(self._engine, weight, given.scale, given.up_front, left)
+        after = None if given.global_weight is None else 1.0
+        multiplier = multiplier_of(self._engine, weight, given.scale, given.up_front, after)
         dtype = torch.promote_types(total.dtype, torch.float32)
         loss = divide(sums[0], weight, sums.device).to(dtype)
         # cloned, since a tensor that is returned twice is one output of a graph

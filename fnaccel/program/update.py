@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fnaccel.data.micro_batches import MicroBatches
-from fnaccel.engine.skipped_updates import LeftOut
+from fnaccel.engine.left_out import LeftOut
 from fnaccel.program.instance import Instance
 from fnaccel.program.lent_models import LentModels, lend
 from fnaccel.program.second_gradient import gradients_at
@@ -54,7 +54,7 @@ def update(
     with micro_batches.around, UpdateGuard(instance, state, micro_batches) as guard:
         reported, rates = updater.rates(updates)  # a schedule of the user's may raise
 
-        # Forward and backward of each micro-batch, and the totals of all ranks.
+        # Forward and backward of each micro-batch, the totals of all ranks, and what ranks ask each other.
         totals = instance.totals(micro_batches, owner.notice)
         inputs = instance.inputs(state, rates, lent)
         frozen = _NOTHING if lent is None else lent.frozen()
@@ -62,18 +62,18 @@ def update(
         with frozen, compiling:
             passes = instance.passes(micro_batches, totals, inputs)
             engine.forward.drive(len(micro_batches), passes.forward, passes.backward, passes.sync)
-            metrics, gradients, skip = passes.outcome()
+            metrics, gradients, skipped_in_graph = passes.outcome()
 
         # Hooks of GRADS, the optimizers, hooks of UPDATE.
         enter("update")
-        left_out = LeftOut(is_uncounted(metrics["weight"]), skip)
+        left_out = LeftOut(is_uncounted(metrics["weight"]), skipped_in_graph)
         if left_out.uncounted is True or gradients is None:  # nothing to do, or a captured step has done it
             guard.commit()
             metrics.update(reported)
             if left_out.uncounted is True:
                 engine.drop_pass()
         else:
-            updater.hold(gradients.shards, updates, warns=owner.mesh.world.rank == 0)
+            updater.drop_waiting(gradients.shards, updates, warns=owner.mesh.world.rank == 0)
             gradients.uncounted = left_out.uncounted if isinstance(left_out.uncounted, torch.Tensor) else None
 
             def apply() -> None:
@@ -90,10 +90,10 @@ def update(
                 gradients_at=functools.partial(gradients_at, instance, micro_batches, inputs, gradients),
             )
             drawing = functools.partial(instance.drawing, state.rng.root, step)
-            if instance.own_hooks:
-                drawing = contextlib.nullcontext  # the library's own draw nothing
-            skip = tail.run(engine, gradients, transforms, info, apply, drawing)
-            left_out = LeftOut(left_out.uncounted, skip)
+            if instance.no_user_hooks:
+                drawing = contextlib.nullcontext  # the hooks of the library draw nothing
+            skipped = tail.run(engine, gradients, transforms, info, apply, drawing)
+            left_out = LeftOut(left_out.uncounted, skipped)
             if tail.skips and tail.users:
                 guard.check_own()
 

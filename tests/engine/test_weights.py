@@ -204,7 +204,7 @@ def test_a_mean_over_nothing_counts_for_nothing_in_scores_and_aux(pools, strateg
 
 def test_a_mean_over_nothing_on_a_device_that_the_host_does_not_read(world, monkeypatch):
     monkeypatch.setattr(loss, "readable", lambda value: False)
-    monkeypatch.setattr("fnaccel.engine.combine.readable", lambda value: False)
+    monkeypatch.setattr("fnaccel.engine.aux_values.readable", lambda value: False)
     scores, aux = scored("local")
     wanted = {name: value for name, value in by_hand().items() if name != "plain"}  # a number is on the host
     close(scores, wanted)
@@ -273,7 +273,7 @@ def test_a_bad_weight_that_the_host_can_read_raises_at_once(world, weight, kind)
 def test_a_bad_weight_on_the_device_raises_when_metrics_are_read(world, monkeypatch, weight, read):
     """As on an accelerator: the host reads nothing in the step, and the update is left out on the device."""
     monkeypatch.setattr(loss, "readable", lambda value: False)
-    monkeypatch.setattr("fnaccel.engine.combine.readable", lambda value: False)
+    monkeypatch.setattr("fnaccel.engine.aux_values.readable", lambda value: False)
     train_step = program(fa.with_ema(weighed(lambda x: torch.tensor(weight)), 0.5), optimizer=fa.adamw(0.1))
     state = train_step.init()
     before = fa.snapshot(state)
@@ -290,7 +290,7 @@ def test_a_good_weight_on_the_device_is_read_as_ever(world, monkeypatch):
     plain = program(weighed(first_negative))
     expected, wanted = plain(plain.init(), batch_of(9))
     monkeypatch.setattr(loss, "readable", lambda value: False)
-    monkeypatch.setattr("fnaccel.engine.combine.readable", lambda value: False)
+    monkeypatch.setattr("fnaccel.engine.aux_values.readable", lambda value: False)
     train_step = program(weighed(first_negative))
     state, metrics = train_step(train_step.init(), batch_of(9))
     assert float(metrics["loss"]) == float(wanted["loss"])

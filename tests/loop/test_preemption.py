@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.engine import stop_request
-from fnaccel.engine.combine import Agreement
+from fnaccel.engine.aux_values import Agreement
 from fnaccel.engine.stop_request import Notice
 from fnaccel.engine.totals import Totals
 from fnaccel.step.loss import LossParts

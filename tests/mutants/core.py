@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(
         "ranks that train on different batches", "engine/same_position.py",
         "self._differ = squares", "self._differ = False and squares",
-        ("tests/engine/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-eager"),
+        ("tests/engine/test_same_position.py", "-k", "raises_on_all and 2-ddp-eager"),
     ),
     Mutant(
         "gathers of later steps are not compared", "engine/same_position.py",
@@ -39,25 +39,25 @@ MUTANTS = [
         "positions whose mean is one of them", "engine/same_position.py",
         "self._differ = squares * self._group.size() != total * total",
         "self._differ = total != self._group.size() * int(self.codes[0])",
-        ("tests/engine/test_skipped_batch.py", "-k", "mean_is_one"),
+        ("tests/engine/test_same_position.py", "-k", "mean_is_one"),
     ),
     Mutant(
         "positions of captured steps not compared", "program/captured_step.py",
         "self._totals.hear(None if step.group is None else out.answers)", "pass",
-        ("tests/engine/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-captured"),
+        ("tests/engine/test_same_position.py", "-k", "raises_on_all and 2-ddp-captured"),
     ),
     Mutant(
-        "a rank of fillers whose zeros have no shape", "engine/combine.py",
+        "a rank of fillers whose zeros have no shape", "engine/aux_values.py",
         "torch.zeros(shape) if shape and not isinstance(value, torch.Tensor) else value", "value",
         ("tests/engine/test_shaped_aux.py", "-k", "without_rows"),
     ),
     Mutant(
-        "totals of another shape broadcast", "engine/combine.py",
+        "totals of another shape broadcast", "engine/aux_values.py",
         "if shapes != self._shapes[index]:", "if False:",
         ("tests/engine/test_shaped_aux.py", "-k", "raise_by_name and calls"),
     ),
     Mutant(
-        "sums of several dimensions cut in a wrong order", "engine/combine.py",
+        "sums of several dimensions cut in a wrong order", "engine/aux_values.py",
         "[part.view(shape) for part", "[part.flip(0).view(shape) for part",
         ("tests/engine/test_shaped_aux.py", "-k", "aux_of_any_shape and ddp"),
     ),
@@ -91,8 +91,8 @@ MUTANTS = [
         ("tests/checkpoint/test_machines.py", "-k", "layout_go_on and ddp"),
     ),
     Mutant(
-        "gradients scaled by 1/1.01", "engine/passes.py", "multiplier = _ratio(engine, weight)",
-        "multiplier = _ratio(engine, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
+        "gradients scaled by 1/1.01", "engine/passes.py", "multiplier = _ranks_over_weight(engine, weight)",
+        "multiplier = _ranks_over_weight(engine, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
     ),
     Mutant(
         "rounds of a mean of means", "engine/passes.py", "multiplier = multiplier_of(engine, totals.weight,",
@@ -173,7 +173,7 @@ MUTANTS = [
         (ENGINES, "-k", "ragged_epochs"),
     ),
     Mutant(
-        "skipped updates counted", "engine/skipped_updates.py",
+        "skipped updates counted", "engine/left_out.py",
         "(1.0 - self.skip if isinstance(updates, torch.Tensor) else int(not self.skip))", "1",
         ("tests/transforms", "-k", "fp16_skips"),
     ),

@@ -40,12 +40,16 @@ MUTANTS = [
         (TRAPS, "-k", "scalars and fsdp-eager"),
     ),
     Mutant(
-        "hooks see the gradient of the sum", "program/instance.py", "hooked=self.gradient_hooks.present", "hooked=False",
+        "hooks see the gradient of the sum", "program/instance.py", "backward_hooks=self.gradient_hooks.present", "backward_hooks=False",
         (TRAPS, "-k", "module and hooks and local-eager"),
     ),
     Mutant(
+        "what hooks are not to see stays out of the gradients", "engine/passes.py", "float(self._unseen)", "1.0",
+        (TRAPS, "-k", "module and hooks and ddp-eager"),
+    ),
+    Mutant(
         "hooks see the gradient of the mean of ranks", "engine/passes.py",
-        "loss_size / apart", "loss_size",
+        "loss_size / unseen", "loss_size",
         (TRAPS, "-k", "module and hooks and ddp-eager"),
     ),
     Mutant(
@@ -131,7 +135,7 @@ MUTANTS = [
         ("tests/transforms/test_left_out_states.py", "-k", "device_leaves_out"),
     ),
     Mutant(
-        "a step without a row counts as one that is not finite", "engine/skipped_updates.py",
+        "a step without a row counts as one that is not finite", "engine/left_out.py",
         "self.skip * (1.0 - self.uncounted) if isinstance(self.uncounted, torch.Tensor) else self.skip", "self.skip",
         ("tests/transforms/test_left_out_states.py", "-k", "no_gradients"),
     ),

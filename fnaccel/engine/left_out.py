@@ -33,7 +33,7 @@ class LeftOut:
 
     @property
     def nonfinite(self) -> Any:
-        """`skip`, and 0 if no row counts: no gradient is none that is not finite."""
+        """`skip`, but 0 where no row counts: there was no gradient, so none that is not finite."""
         return self.skip * (1.0 - self.uncounted) if isinstance(self.uncounted, torch.Tensor) else self.skip
 
     def counted(self, updates: Scalar) -> Any:
