@@ -41,7 +41,7 @@ from fnaccel.world.every_rank import every_rank
 from fnaccel.world.paths import local_path
 from fnaccel.world.progress_marks import within
 from fnaccel.world.random_streams import fold
-from fnaccel.world.undo import TorchModes
+from fnaccel.world.undo import TorchSettings
 from fnaccel.world.world import World, current
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ def restore(
     active, root = current(world), local_path(directory, _WHERE)
     active.resource(Background).settle()
     chosen = _Chosen(root, step, like, only, skip, rename, verify, each_machine)
-    with TorchModes(""), contextlib.ExitStack() as stack, no_collection():
+    with TorchSettings(), contextlib.ExitStack() as stack, no_collection():
         opened = _open(chosen, active, stack)
         hooks, path = active.resource(Registered), opened.files.path
         if hooks.hooks:

@@ -27,7 +27,7 @@ from fnaccel.interchange.targets import SECTIONS, sections_of, targets_of, tenso
 from fnaccel.state import TrainState, lease_of
 from fnaccel.tree import Tree
 from fnaccel.world.paths import local_path
-from fnaccel.world.undo import TorchModes
+from fnaccel.world.undo import TorchSettings
 from fnaccel.world.world import World, current
 
 T = TypeVar("T")
@@ -301,7 +301,7 @@ def _empty(tensor: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def _read(tensors: Mapping[str, torch.Tensor], fitted: Fit, world: World) -> None:
-    with TorchModes(""), torch.no_grad():
+    with TorchSettings(), torch.no_grad():
         for path, source in fitted.pairs.items():
             for part in parts_of(tensors[path], world.rank):
                 if part.box.numel:

@@ -135,7 +135,9 @@ class Watch:
             self._end_with_others(self.coordinator.ending)
         self._see_absent()
         self._see_hang()
-        self._act()
+        while self.due and self.due[0][0] <= time.monotonic():
+            self.ending = True
+            send(self.alive, self.due.pop(0)[1])
 
     @property
     def _watches(self) -> bool:
@@ -249,12 +251,6 @@ class Watch:
             elif not rank.start:
                 self.absent.append(rank.rank)
             self.alive.remove(rank)
-
-    def _act(self) -> None:
-        """Send the signals that are due."""
-        while self.due and self.due[0][0] <= time.monotonic():
-            self.ending = True
-            send(self.alive, self.due.pop(0)[1])
 
 
 def _absence(rank: int, waiting: list[int], job: Job) -> Failure:

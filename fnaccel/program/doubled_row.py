@@ -86,7 +86,7 @@ def check_doubled(
 def _evaluating(instance: Instance) -> Generator[None]:
     """In the body all modules are in evaluation mode, and compiled functions run as they are written."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(instance.modes.during(training=False))
+        stack.enter_context(instance.module_modes.during(training=False))
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

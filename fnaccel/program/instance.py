@@ -120,7 +120,7 @@ class Instance:
         self.engine = engine
         mesh, leaves, capture = engine.layout.mesh, engine.layout.leaves, engine.forward.capture
         world = mesh.world
-        self.autocast_on = lowered.autocast_on(world.device)
+        self.autocast_device = lowered.autocast_device(world.device)
         self.streams = [] if spec.rng == "stream" else generators_of(world.device)
         self._device, self._group = world.device, mesh.group("loss")
         self._partial_rows = mesh.partial_rows
@@ -170,7 +170,7 @@ class Instance:
             opt=self._show(self.updater.slots),
             ema=None if lowered.settings.ema_decay is None else self._show(averages | self._buffer_averages),
         )
-        self.modes = ModuleModes(engine.layout.modules, trains=self._trains)
+        self.module_modes = ModuleModes(engine.layout.modules, trains=self._trains)
         self.gradient_hooks = GradientHooks(
             built.modules, captured=self.captured, arrived=arrived, speaks=world.is_main
         )
@@ -281,7 +281,7 @@ class Instance:
             learned.source = cut.batch.source
         if self.same_position is not None:
             self.same_position.begin(None if cut.batch is None else cut.batch.position)
-        self.modes.train()
+        self.module_modes.train()
         self.gradient_hooks.look_again()
         if self.gradient_hooks.present and len(cut) > 1 and self.lowered.loss.weight_fn is None:
             self.gradient_hooks.warn()

@@ -97,7 +97,7 @@ def lend(given: Mapping[str, Any], borrower: StateOwner) -> LentModels:
             )
         _check_rows(name, owner.mesh, borrower.mesh)
         refuse_averaged(owner.lease, "train_step(state, batch, given=...)")
-        owner.instance.modes.train()  # modules in their own modes, or in evaluation mode without an optimizer
+        owner.instance.module_modes.train()  # their own modes, or evaluation mode without an optimizer
         engine: Engine = owner.instance.engine
         models[name] = engine.layout.model
         if engine not in engines:

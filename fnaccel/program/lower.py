@@ -112,7 +112,7 @@ class Lowered:
         hooks = (*self.tail.gradients, *self.tail.updates)
         return not (self.tail.users or any(name in stateful for name, _ in hooks))
 
-    def autocast_on(self, device: torch.device) -> str:
+    def autocast_device(self, device: torch.device) -> str:
         """The kind of device on which a forward switches autocast, or ""."""
         return device.type if self.settings.precision.autocast else ""
 

@@ -26,7 +26,7 @@ from fnaccel.step.loss_info import LossInfo, takes_info
 from fnaccel.step.spec import Spec
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import within
-from fnaccel.world.undo import StreamStates, TorchModes
+from fnaccel.world.undo import StreamStates, TorchSettings
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,7 +48,7 @@ class ModelAccess:
         self._spec = spec
         self._lowered = lowered
         self._owner = owner
-        self._autocast_on = lowered.autocast_on(spec.mesh.world.device)
+        self._autocast_device = lowered.autocast_device(spec.mesh.world.device)
 
     @within("evaluate")
     def look(
@@ -85,14 +85,15 @@ class ModelAccess:
         if takes_info(fn, 1 + len(args)):
             fn = functools.partial(fn, info=self.loss_info(state))
         # without contexts, which would take a fifth of a small forward
-        modes, evaluating = TorchModes(self._autocast_on), instance.modes.switch(training=train)
+        settings = TorchSettings(self._autocast_device)
+        evaluating = instance.module_modes.switch(training=train)
         try:
             return look_at(instance, self._lowered.settings.precision(fn), *args, whole=whole)
         except BaseException:
-            modes.put_back()
+            settings.put_back()
             raise
         finally:
-            instance.modes.switch_back(evaluating)
+            instance.module_modes.switch_back(evaluating)
 
     def as_loss(self, fn: Callable[P, R]) -> Callable[P, R]:
         """`fn(model, batch, *args)`, called as the loss function is: on this rank's part of a whole batch.
@@ -192,7 +193,7 @@ class ModelAccess:
             >>> with train_step.evaluating():
             ...     totals = [train_step.look(state, loss_fn, batch).total for _ in range(3)]
         """
-        return self._owner.instance.modes.during(training=False)
+        return self._owner.instance.module_modes.during(training=False)
 
     def averaged(self, state: TrainState) -> contextlib.AbstractContextManager[None]:
         """In the body the model holds the averages of `with_ema`, and afterwards its own values again.
@@ -247,7 +248,7 @@ class ModelAccess:
 
         told = self._forward(state) if is_loss else self._told(fn, state)
         run = self._lowered.settings.precision(self.as_loss(told))
-        with TorchModes(self._autocast_on), within("evaluate"):
+        with TorchSettings(self._autocast_device), within("evaluate"):
             check_doubled(instance, run, fn, batch, parts)
 
     def can_probe(self) -> bool:
@@ -279,8 +280,8 @@ class ModelAccess:
         instance.learned.probed = True
         settings, layout = self._lowered.settings, instance.engine.layout
         with (
-            TorchModes(self._autocast_on),
-            instance.modes.during(training=False),
+            TorchSettings(self._autocast_device),
+            instance.module_modes.during(training=False),
             passes_put_back(layout.modules, StreamStates.of(self.mesh.world.device)),
         ):
             return check_forward(

@@ -99,7 +99,7 @@ class PureUpdate:
             if name in dict((*lowered.tail.gradients, *lowered.tail.updates))
         }
         self.options = sorted({*self._optimizers.options, *self._hook_options})
-        self._instance.modes.train()
+        self._instance.module_modes.train()
 
     def __repr__(self) -> str:
         return f"PureUpdate(options: {', '.join(['lr', *self.options])})"

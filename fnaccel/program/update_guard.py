@@ -17,7 +17,7 @@ from fnaccel.program.probe import CAUSES
 from fnaccel.seeing.memory import explain_out_of_memory
 from fnaccel.state import TrainState, donate, is_stale
 from fnaccel.world.progress_marks import NOW, enter_step, leave_step
-from fnaccel.world.undo import SigintHeld, StreamStates, TorchModes
+from fnaccel.world.undo import SigintHeld, StreamStates, TorchSettings
 
 
 class UpdateGuard:
@@ -39,8 +39,8 @@ class UpdateGuard:
         "_committed",
         "_instance",
         "_micro_batches",
-        "_modes",
         "_own",
+        "_settings",
         "_sigint",
         "_state",
         "_streams",
@@ -61,7 +61,7 @@ class UpdateGuard:
             instance.engine.drop_pass()
         unfinished.add("step")
         self._begun = kernels.begun() if instance.captured else 0
-        self._modes = TorchModes(instance.autocast_on)
+        self._settings = TorchSettings(instance.autocast_device)
         # a data set may draw from the same streams, and has to find them as it left them (1 us)
         self._streams = StreamStates(instance.streams)
         # tensors in the states of the user's transforms, which may be changed in place
@@ -108,14 +108,15 @@ class UpdateGuard:
     def _put_back(self, error: BaseException) -> None:
         """Leave the state as it was, or dead. Raises a clearer error in the place of one of torch's."""
         instance, state = self._instance, self._state
-        explain_out_of_memory(error, instance.named_tensors)  # before gradients are dropped
+        # in this order: the list of what fills the memory, torch's settings, the engine's pass, buffers
+        explain_out_of_memory(error, instance.named_tensors)
+        self._settings.put_back()
         if isinstance(error, Exception):
             self._add_notes(error)
         if not self._committed:
             if instance.engine.hooks.abandon is not None and isinstance(error, Exception):
                 instance.engine.hooks.abandon(error)
             instance.engine.drop_pass()
-        self._modes.put_back()
         if instance.captured and kernels.begun() != self._begun:  # its program has begun the update
             donate(state)
         if not is_stale(state):

@@ -159,15 +159,15 @@ class StreamStates:
             stream.set_state(state)
 
 
-class TorchModes:
-    """Grad mode, and autocast on a kind of device, at this moment. "" if the call does not switch autocast.
+class TorchSettings:
+    """torch's settings as this is made (and not entered): grad mode, and autocast on a `kind` of device.
 
-    An interrupt may cut off the end of a context that switched one. A body that raises puts both back.
+    A body that raises puts them back. An interrupt may cut off the end of a context that switched one.
     """
 
     __slots__ = ("autocast", "grad", "kind")
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str = "") -> None:
         self.kind = kind
         self.grad = torch.is_grad_enabled()
         if kind:
@@ -183,7 +183,7 @@ class TorchModes:
             self.put_back()
 
     def put_back(self) -> None:
-        """Make both as they were. (2.9 to 2.13)"""
+        """Make them as they were. (2.9 to 2.13)"""
         torch.set_grad_enabled(self.grad)
         if not self.kind:
             return

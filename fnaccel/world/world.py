@@ -256,7 +256,10 @@ def start(
     """
     require(watchdog >= 0, f"watchdog={watchdog!r}", "fa.start", "seconds, such as 120, or 0 for none")
     if compile_cache is not None:
-        _keep_compiled(Path(compile_cache))
+        folder = Path(compile_cache).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        # Inductor and Triton read them when they need them
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
     ranks = _ranks_of_running_group() if dist.is_initialized() else detect(os.environ)
     fields = settings.for_start(os.environ)
     chosen = _choose_device("cpu" if device is None and fields.get("launch.cpu") else device, ranks)
@@ -290,13 +293,6 @@ def start(
     )
     world.enter()
     return world
-
-
-def _keep_compiled(folder: Path) -> None:
-    """Set torch's folder for compiled code. Inductor and Triton read it when they need it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute())
-    os.environ["TRITON_CACHE_DIR"] = str(folder.absolute() / "triton")
 
 
 def _ranks_of_running_group() -> Ranks:

@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     Mutant(
         "modes are not put back after a look that raises", "program/model_access.py",
-        "            instance.modes.switch_back(evaluating)", "            pass", (MODES, "-k", "raises-local"),
+        "            instance.module_modes.switch_back(evaluating)", "            pass", (MODES, "-k", "raises-local"),
     ),
     Mutant(
         "a parameter with gaps takes the fused kernel", "optim/fused.py",

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.world.undo import SigintHeld, TorchModes
+from fnaccel.world.undo import SigintHeld, TorchSettings
 from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
 
@@ -62,7 +62,7 @@ def losses_around_a_failure(strategy, failing):
     return losses
 
 
-class TestGradientsOfAFailedStep:
+class TestAFailedStep:
     @pytest.mark.parametrize("strategy", ["local", "ddp(hook='bf16')", "fsdp"])
     def test_a_schedule_that_raises_changes_nothing(self, strategy):
         fails = []
@@ -103,12 +103,12 @@ class TestGradientsOfAFailedStep:
 
         train_step = program(fa.with_precision(loss_fn, "bf16"))
         state = train_step.init()
-        before = TorchModes("cpu").autocast
+        before = TorchSettings("cpu").autocast
         monkeypatch.setattr(torch.autocast, "__exit__", cut_off)
         with pytest.raises(KeyboardInterrupt):
             train_step(state, batch_of(4))
         assert train_step.live_state is state
-        assert TorchModes("cpu").autocast == before
+        assert TorchSettings("cpu").autocast == before
         assert before[0] is False
 
     def test_an_update_that_raises_leads_back_by_a_snapshot(self):

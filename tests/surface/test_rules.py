@@ -95,9 +95,9 @@ ANSWERS = {
             "estimate/trace.py": "as well, to be traced",
         },
     },
-    "puts back torch's modes": {
+    "puts back torch's settings": {
         "set_grad_enabled set_autocast_enabled set_autocast_dtype set_autocast_cache_enabled": {
-            "world/undo.py": "`TorchModes`",
+            "world/undo.py": "`TorchSettings`",
         },
     },
     "asks all ranks for objects": {
