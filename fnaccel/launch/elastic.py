@@ -104,6 +104,13 @@ class _Attempt:
 
 
 class _Coordinator:
+    """Attempts of a job: machines meet, each follows its launcher, machine 0 decides, and all go on.
+
+    They share the keys of a store. Of the job: `job` (what it is), `came` and `left` (how many machines),
+    `generation` (of the rendezvous), `attempts`, `failures`, `refused` and `final`. Of an attempt: for each
+    machine `beat/`, `order/` (of its failure) and `result/`; `ending`, `next`, `note` and `decision`.
+    """
+
     def __init__(self, job: Job, channel: Channel) -> None:
         self._job = job
         self._channel = channel
@@ -119,9 +126,10 @@ class _Coordinator:
         self._root.add("came", 1)
         try:
             self._compare_commands()
-            attempt = self._form()
+            attempt = self._meet()
             while attempt is not None:
-                attempt = self._next(attempt, self._follow(attempt))
+                decision = self._follow(attempt)
+                attempt = self._go_on(attempt, decision)
         finally:
             self._leave()
 
@@ -135,9 +143,9 @@ class _Coordinator:
         if self._channel.closed:
             os._exit(0)
 
-    # membership
+    # meet
 
-    def _form(self) -> _Attempt | None:
+    def _meet(self) -> _Attempt | None:
         """Meet the other machines. Returns None if the job has ended meanwhile."""
         from torch.distributed.elastic.rendezvous.api import (  # noqa: PLC0415 - 0.1 s
             RendezvousClosedError,
@@ -253,7 +261,7 @@ class _Coordinator:
         )
         return _Attempt(number, machine, machines, keys)
 
-    # one attempt
+    # follow
 
     def _follow(self, attempt: _Attempt) -> Decision:
         """Pass on reports between the launcher and the store until machine 0 has decided."""
@@ -268,9 +276,9 @@ class _Coordinator:
                 attempt.ending = self._read(attempt.keys, "ending", str)
                 self._channel.send(ending=attempt.ending)
             if attempt.machine == 0:
-                self._judge(attempt)
+                self._decide(attempt)
             elif self._is_silent(attempt, 0):
-                self._announce(attempt, Decision(again=False, code=1), "machine 0 does not answer")
+                self._publish(attempt, Decision(again=False, code=1), "machine 0 does not answer")
         self._end_ranks(attempt)
         return self._read(attempt.keys, "decision", lambda text: Decision(**json.loads(text)))
 
@@ -301,10 +309,10 @@ class _Coordinator:
                     result = attrs.evolve(result, order=order)
                 if result.told and not result.failed and result.code not in (0, Preempted.CODE):
                     attempt.keys.compare_set("ending", "", "failed")  # ranks elsewhere have no reason to end
-                self._write(attempt, attempt.machine, result)
+                attempt.keys.set(f"result/{attempt.machine}", json.dumps(attrs.asdict(result)))
         if self._channel.closed:
             # without the machine that keeps the store nothing can be started again
-            self._lose(attempt, attempt.machine, told=self._keeps_store or attempt.told)
+            self._count_as_lost(attempt, attempt.machine, told=self._keeps_store or attempt.told)
 
     def _beat(self, attempt: _Attempt) -> None:
         now = time.monotonic()
@@ -320,9 +328,11 @@ class _Coordinator:
         attempt.silence[machine] = (count, seconds)
         return seconds > LOST
 
-    def _lose(self, attempt: _Attempt, machine: int, *, told: bool = False, silent: bool = False) -> None:
+    def _count_as_lost(
+        self, attempt: _Attempt, machine: int, *, told: bool = False, silent: bool = False
+    ) -> None:
         result = MachineResult(code=1, failed=True, lost=True, told=told, silent=silent)
-        self._write(attempt, machine, result)
+        attempt.keys.set(f"result/{machine}", json.dumps(attrs.asdict(result)))
         attempt.keys.compare_set("ending", "", "failed")
 
     def _is_given_up(self, attempt: _Attempt) -> bool:
@@ -330,17 +340,14 @@ class _Coordinator:
         name = f"result/{attempt.machine}"
         return attempt.keys.check([name]) and self._read(attempt.keys, name, _as_result).silent
 
-    def _write(self, attempt: _Attempt, machine: int, result: MachineResult) -> None:
-        attempt.keys.set(f"result/{machine}", json.dumps(attrs.asdict(result)))
+    # decide, and go on
 
-    # decisions
-
-    def _judge(self, attempt: _Attempt) -> None:
+    def _decide(self, attempt: _Attempt) -> None:
         """On machine 0: see who is lost and who wants to join, and decide once all have ended."""
         silent = {machine for machine in range(1, attempt.machines) if self._is_silent(attempt, machine)}
         for machine in silent:
             if not attempt.keys.check([f"result/{machine}"]):
-                self._lose(attempt, machine, silent=True)
+                self._count_as_lost(attempt, machine, silent=True)
         has_room = attempt.machines < self._job.machines
         waiting = self._handler.num_nodes_waiting() if has_room else 0
         names = [f"result/{machine}" for machine in range(attempt.machines)]
@@ -361,9 +368,9 @@ class _Coordinator:
         if decision.again and (lost or waiting or any(result.stopped for result in results)):
             # before the decision is published: who reads it looks for the next generation
             self._root.add("generation", 1)
-        self._announce(attempt, decision, note)
+        self._publish(attempt, decision, note)
 
-    def _announce(self, attempt: _Attempt, decision: Decision, note: str) -> None:
+    def _publish(self, attempt: _Attempt, decision: Decision, note: str) -> None:
         if decision.again:
             attempt.keys.set("next", str(self._root.add("attempts", 1) - 1))
         else:
@@ -371,7 +378,8 @@ class _Coordinator:
         attempt.keys.set("note", note)
         attempt.keys.set("decision", json.dumps(attrs.asdict(decision)))
 
-    def _next(self, attempt: _Attempt, decision: Decision) -> _Attempt | None:
+    def _go_on(self, attempt: _Attempt, decision: Decision) -> _Attempt | None:
+        """The next attempt, of the same machines or after they have met again. None if the job has ended."""
         if not decision.again:
             note = self._read(attempt.keys, "note", str)
             self._channel.send(final={"code": decision.code, "lost": note})
@@ -381,9 +389,9 @@ class _Coordinator:
         if int(self._root.add("generation", 0)) == self._generation:
             return self._begin(self._read(attempt.keys, "next", int), attempt.machine, attempt.machines)
         self._handler.shutdown()  # machines that wait to join it look for the next generation
-        return self._form()
+        return self._meet()
 
-    # the ends
+    # the beginning and the end
 
     def _compare_commands(self) -> None:
         """See that this launcher belongs to the job of the machine that keeps the store."""

@@ -192,9 +192,10 @@ def _explain(records: Sequence[RankRecord]) -> Finding:
     least = min(map(_progress, records))
     behind = [record for record in records if _progress(record) == least]
     if len(behind) < len(records):
+        places = [f"rank {each.rank} has been in {each.place} for {each.age:.0f} s" for each in behind]
         return Finding(
             ranks=_numbers(behind),
-            what=f"{_places(behind)}{_waiting(behind, records)}{_doing(records)}",
+            what=f"{', '.join(places)}{_waiting(behind, records)}{_doing(records)}",
             fix="see the stack: a loss function that blocks, or a collective that other ranks do not make",
         )
     return _together(records)
@@ -308,12 +309,6 @@ def _numbers(records: Sequence[RankRecord]) -> tuple[int, ...]:
 
 def _names(records: Sequence[RankRecord]) -> str:
     return ranks_of(_numbers(records))
-
-
-def _places(records: Sequence[RankRecord]) -> str:
-    return ", ".join(
-        f"rank {record.rank} has been in {record.place} for {record.age:.0f} s" for record in records
-    )
 
 
 def _steps(records: Sequence[RankRecord]) -> str:

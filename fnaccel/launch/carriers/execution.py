@@ -151,7 +151,9 @@ class _Hosts:
                 self._end_of(command, 128 - code if code < 0 else code)
         now = time.monotonic()
         if self.deadline is not None and now >= self.deadline:
-            self._close_inputs()
+            for _, process in self.running:
+                if process.stdin is not None and not process.stdin.closed:
+                    process.stdin.close()
             if now >= self.deadline + self.grace + 10.0:
                 self.kill = True
         if self.kill:
@@ -169,11 +171,6 @@ class _Hosts:
             print(f"fnaccel launch: {command.label}: {reason}", file=sys.stderr, flush=True)
         if self.plan.all_or_none and self.deadline is None:
             self.deadline = time.monotonic() + PATIENCE
-
-    def _close_inputs(self) -> None:
-        for _, process in self.running:
-            if process.stdin is not None and not process.stdin.closed:
-                process.stdin.close()
 
     def _obey(self, number: int, _: object) -> None:
         self.kill = self.kill or self.told is not None
