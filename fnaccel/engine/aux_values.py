@@ -44,7 +44,7 @@ def packed(values: list[Any], device: torch.device) -> torch.Tensor:
     """Numbers and tensors of any shape as one vector that ranks can sum. Nothing waits for the device."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if not any(isinstance(v, torch.Tensor) for v in values):
-        return torch.tensor([float(v) for v in values], dtype=dtype, device=device)
+        return torch.tensor([float(v) for v in values], dtype=dtype).to(device, non_blocking=True)
     # filled on the device: a copy of a host value would wait for all work before it
     tensors = [
         v.detach().to(device, dtype)

@@ -218,7 +218,7 @@ class _Torchao:
         first, second = self._moments
         where = shard.device
         if not isinstance(rate, torch.Tensor):  # a number would be compiled in
-            rate = torch.tensor(float(rate))
+            rate = torch.full((), float(rate), device=where)
         decay, eps = options["weight_decay"], options["eps"]
         with self._around():
             self._adam(

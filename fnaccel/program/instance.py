@@ -436,7 +436,7 @@ class Instance:
             scale["scale"], scale["growth"], skip, policy.growth, policy.backoff, policy.interval
         )
         scale["scale"].clamp_(min=policy.min_scale)
-        current = torch.as_tensor(weight, dtype=torch.float32, device=scale["weight"].device)
+        current = torch.as_tensor(weight, dtype=torch.float32).to(scale["weight"].device, non_blocking=True)
         scale["weight"].copy_(torch.where(current > 0, current, scale["weight"]))
 
     def check_filled(self, complete: bool) -> None:

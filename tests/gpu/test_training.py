@@ -154,10 +154,22 @@ def no_wait():
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_no_step_waits_for_the_device():
+@pytest.mark.parametrize(
+    "step",
+    [
+        fa.clip_norm(fa.accumulate(loss_fn, 2), 1.0),
+        fa.skip_nonfinite(loss_fn),
+        fa.with_ema(loss_fn, 0.9),
+        fa.with_weight(loss_fn, lambda batch: len(batch[1])),
+        fa.with_precision(loss_fn, "bf16"),
+        fa.with_precision(loss_fn, "fp16"),
+        fa.with_precision(fa.with_weight(loss_fn, lambda batch: len(batch[1])), "fp16"),
+    ],
+    ids=["accumulated, clipped", "skips", "average", "weight", "bf16", "fp16", "fp16 weight"],
+)
+def test_no_step_waits_for_the_device(step):
     """An ordinary step of a loop never synchronises."""
     with fa.start():
-        step = fa.clip_norm(fa.accumulate(loss_fn, 2), 1.0)
         train_step = fa.train_step(step, model=fa.distribute(Net, "local"), optimizer=fa.adamw(0.01))
         state = train_step.init(seed=0)
         batch = fa.tree.to(batch_of(8), torch.device("cuda"))
