@@ -21,8 +21,7 @@ from fnaccel.texts import first_of
 from fnaccel.world.host_copy import HostCopy
 from fnaccel.world.mesh import Mesh
 
-_CODE_MODULUS = 1_048_573
-"""A prime, so small that a sum of squares over 8,192 ranks is exact in float64. Codes are equal modulo it."""
+_CODE_MODULUS = 1_048_573  # a prime: squares of 8,192 ranks add up exactly. Codes are equal modulo it
 
 
 def same_position(mesh: Mesh, told: deque[str]) -> SamePosition | None:

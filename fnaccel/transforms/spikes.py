@@ -50,7 +50,8 @@ class OnSpike:
         usual = torch.maximum(deviation, 0.01 * mean.abs())
         limit = mean + self.deviations * usual
         finite = torch.isfinite(loss)
-        counts = torch.as_tensor(info.metrics["weight"]).to(mean.device, non_blocking=True) > 0
+        weight = torch.as_tensor(info.metrics["weight"])  # from the host without a wait
+        counts = weight.to(mean.device, non_blocking=weight.device.type == "cpu") > 0
         spike = counts & (~finite | (known & (loss > limit)))
         if self.do == "skip":
             grads.skip_where(spike)
