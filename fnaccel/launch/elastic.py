@@ -309,10 +309,10 @@ class _Coordinator:
                     result = attrs.evolve(result, order=order)
                 if result.told and not result.failed and result.code not in (0, Preempted.CODE):
                     attempt.keys.compare_set("ending", "", "failed")  # ranks elsewhere have no reason to end
-                attempt.keys.set(f"result/{attempt.machine}", json.dumps(attrs.asdict(result)))
+                self._write(attempt, attempt.machine, result)
         if self._channel.closed:
             # without the machine that keeps the store nothing can be started again
-            self._count_as_lost(attempt, attempt.machine, told=self._keeps_store or attempt.told)
+            self._give_up(attempt, attempt.machine, told=self._keeps_store or attempt.told)
 
     def _beat(self, attempt: _Attempt) -> None:
         now = time.monotonic()
@@ -328,12 +328,13 @@ class _Coordinator:
         attempt.silence[machine] = (count, seconds)
         return seconds > LOST
 
-    def _count_as_lost(
-        self, attempt: _Attempt, machine: int, *, told: bool = False, silent: bool = False
-    ) -> None:
+    def _give_up(self, attempt: _Attempt, machine: int, *, told: bool = False, silent: bool = False) -> None:
         result = MachineResult(code=1, failed=True, lost=True, told=told, silent=silent)
-        attempt.keys.set(f"result/{machine}", json.dumps(attrs.asdict(result)))
+        self._write(attempt, machine, result)
         attempt.keys.compare_set("ending", "", "failed")
+
+    def _write(self, attempt: _Attempt, machine: int, result: MachineResult) -> None:
+        attempt.keys.set(f"result/{machine}", json.dumps(attrs.asdict(result)))
 
     def _is_given_up(self, attempt: _Attempt) -> bool:
         """Whether machine 0 has given this machine up, because it was silent."""
@@ -347,7 +348,7 @@ class _Coordinator:
         silent = {machine for machine in range(1, attempt.machines) if self._is_silent(attempt, machine)}
         for machine in silent:
             if not attempt.keys.check([f"result/{machine}"]):
-                self._count_as_lost(attempt, machine, silent=True)
+                self._give_up(attempt, machine, silent=True)
         has_room = attempt.machines < self._job.machines
         waiting = self._handler.num_nodes_waiting() if has_room else 0
         names = [f"result/{machine}" for machine in range(attempt.machines)]

@@ -135,7 +135,7 @@ class Watch:
             self._end_with_others(self.coordinator.ending)
         self._see_absent()
         self._see_hang()
-        while self.due and self.due[0][0] <= time.monotonic():
+        while self.due and self.due[0][0] <= time.monotonic():  # signals to send
             self.ending = True
             send(self.alive, self.due.pop(0)[1])
 

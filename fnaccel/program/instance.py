@@ -163,12 +163,14 @@ class Instance:
         saved = {name: engine.layout.buffers[name] for name in names if name not in transient}
         self._first_shapes = {name: [*buffer.shape] for name, buffer in saved.items()}
         self._buffer_averages = averages_of(saved) if lowered.settings.ema_buffers else {}
-        averages = {leaf.name: leaf.like(x) for leaf, x in zip(leaves, engine.averages, strict=False)}
+        averaged = zip(leaves, engine.averages, strict=True)  # there are some under `with_ema` only
         self._trees = Trees(
             params=self.params,
             buffers=self._show(engine.layout.buffers),
             opt=self._show(self.updater.slots),
-            ema=None if lowered.settings.ema_decay is None else self._show(averages | self._buffer_averages),
+            ema=None
+            if lowered.settings.ema_decay is None
+            else self._show({leaf.name: leaf.like(x) for leaf, x in averaged} | self._buffer_averages),
         )
         self.module_modes = ModuleModes(engine.layout.modules, trains=self._trains)
         self.gradient_hooks = GradientHooks(

@@ -1,4 +1,4 @@
-"""What is put back: swapped values, random streams, torch's modes. A Ctrl-C waits for what it can't cut."""
+"""What is put back: swapped values, random streams, torch's settings. A Ctrl-C waits for its end."""
 
 from __future__ import annotations
 

@@ -72,8 +72,9 @@ class Region:
                 entered = copied(value, self.group)
             self._source, self._entered = value, entered
         if self._draws and layer.training and self._shared is None and not torch.compiler.is_compiling():
-            self._opened_by = layer
-            self._draw_apart()
+            number = int(torch.randint(1 << 62, ()))  # on the host. The same number on all ranks
+            self._opened_by, self._shared = layer, StreamStates.of(self._device)
+            self._shared.reseed(fold(number, self._rank, 0, 0))
         return entered
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
@@ -89,8 +90,3 @@ class Region:
         if self._shared is not None:
             self._shared.put_back()
             self._shared = self._opened_by = None
-
-    def _draw_apart(self) -> None:
-        number = int(torch.randint(1 << 62, ()))  # on the host. The same number on all ranks
-        self._shared = StreamStates.of(self._device)
-        self._shared.reseed(fold(number, self._rank, 0, 0))
