@@ -12,7 +12,7 @@ from environment import environment
 from options import Options
 from tables import rows_table
 
-_SCALES = {"us": 1e6, "ms": 1e3, "s": 1.0, "bytes": 1.0, "MiB": 1.0}
+_SCALES = {"us": 1e6, "ms": 1e3, "s": 1.0, "bytes": 1.0, "MiB": 1.0, "nats": 1.0}
 
 
 @attrs.frozen

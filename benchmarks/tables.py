@@ -331,6 +331,7 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "collectives": _full("collectives", r"^(?!.*leaves of \[8, 4\]$|.*slope)"),
     "checkpoint": _full("checkpoint", "^(?!.*slope)"),
     "axes": _full("axes", "^(?!slope)"),
+    "replicas": _full("replicas", ""),
     "offload": _full("offload", ""),
     "load": _full("load", ""),
     "seeing": _full("seeing", ""),

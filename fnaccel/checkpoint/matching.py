@@ -158,6 +158,9 @@ class _Matcher:
 
     def tensor(self, path: str, like: Tree, stored: Stored) -> None:
         fits = isinstance(like, torch.Tensor) and tuple(like.shape) == stored.shape
+        if stored.others and stored.dtype is torch.uint8:  # such as slots in 8 bits
+            count = len(stored.others) + 1
+            self.problems.append(f"{path}: codes of {count} replicas, which have no mean: go on with {count}")
         if fits and (like.dtype == stored.dtype or (self.averages and widens(stored.dtype, like.dtype))):
             self.pairs.append((like, stored))
         else:

@@ -35,6 +35,8 @@ def describe(state: Tree, ranks: int) -> dict[str, Any]:
             if owner.instance.learned.source is not None:
                 facts["data"] = dict(owner.instance.learned.source)
             facts["transient_buffers"] = owner.instance.transient()
+            if owner.instance.engine.hooks.init is not None:
+                facts["axis_state"] = owner.instance.engine.name
     return facts
 
 

@@ -246,7 +246,7 @@ class Files:
         Raises:
             CheckpointError: a file is no safetensors file, or holds something else.
         """
-        self._read([(stored, box, None) for stored, box in boxes])
+        self._read([(each, box, None) for stored, box in boxes for each in (stored, *stored.others)])
 
     def read(self, requests: Iterable[Request]) -> None:
         """Fill the tensors of all requests, in place.
@@ -254,8 +254,18 @@ class Files:
         Raises:
             CheckpointError: a file holds something else, or can't be read.
         """
+        wanted: list[tuple[Stored, Box, torch.Tensor | None]] = []
+        means: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        for request in requests:
+            values = [torch.empty_like(request.out) for _ in request.stored.others]
+            outs, tensors = [request.out, *values], (request.stored, *request.stored.others)
+            wanted += [(each, request.box, out) for each, out in zip(tensors, outs, strict=True)]
+            if values:
+                means.append((request.out, outs))
         with torch.no_grad():
-            self._read([(request.stored, request.box, request.out) for request in requests])
+            self._read(wanted)
+            for out, values in means:
+                out.copy_(_mean(values))
 
     def read_whole(self, stored: Stored) -> torch.Tensor:
         """All of one tensor, on the CPU."""
@@ -277,6 +287,14 @@ class Files:
                 by_file.setdefault(piece.file, []).append((block, box, out))
         for name, wanted in by_file.items():
             self._mapped.read(self.path / name, wanted)
+
+
+def _mean(values: list[torch.Tensor]) -> torch.Tensor:
+    """The mean of the values of replicas. Of whole numbers, such as counts, the largest."""
+    stacked = torch.stack(values)
+    if stacked.dtype.is_floating_point or stacked.dtype.is_complex:
+        return stacked.mean(dim=0, dtype=torch.promote_types(stacked.dtype, torch.float32))
+    return stacked.amax(dim=0)
 
 
 def _damaged(what: str, path: Path) -> CheckpointError:

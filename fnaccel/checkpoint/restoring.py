@@ -31,8 +31,8 @@ from fnaccel.checkpoint.hooks import Registered
 from fnaccel.checkpoint.machines import check_present, common_steps
 from fnaccel.checkpoint.matching import match
 from fnaccel.checkpoint.reading import Files
-from fnaccel.checkpoint.repeated_transforms import with_own_states
 from fnaccel.checkpoint.selection import is_complete, select
+from fnaccel.checkpoint.stored_states import fitted, has_axis_state, reader
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.state import TrainState, lease_of
@@ -211,10 +211,12 @@ def _read(
         reading.verify(directory, described, there[world.local_rank :: world.local_size])
     elif chosen.verify:
         reading.verify(directory, described, sorted(described.files)[world.rank :: world.size])
-    stored = decode(described.tree, described.reader(f"{_WHERE} of {directory.path}"))
+    stored = decode(
+        described.tree, reader(described, f"{_WHERE} of {directory.path}", chosen.like, speaks=world.is_main)
+    )
     if isinstance(stored, TrainState) and "ranks" in described.written_by:
         world.saved_by[stored.data.epoch, stored.data.samples] = described.written_by
-    stored = with_own_states(chosen.like, stored)
+    stored = fitted(chosen.like, stored, described.written_by)
     if isinstance(stored, TrainState) and isinstance(chosen.like, TrainState):
         caches = frozenset(map(str, described.written_by.get("transient_buffers", ())))
         buffers = _without_grown(chosen.like.buffers, stored.buffers, caches)
@@ -323,7 +325,10 @@ class _Restorer:
         self.refilled = True
         complete = all(is_complete(part) for part in (stored.params, stored.buffers))
         return owner.refill(
-            like, lambda target: self.fill(target, stored, extras[0], in_place=True), complete=complete
+            like,
+            lambda target: self.fill(target, stored, extras[0], in_place=True),
+            complete=complete,
+            fresh=not has_axis_state(like, stored),
         )
 
     def refuse_late(self, like: TrainState, stored: TrainState) -> None:

@@ -18,6 +18,7 @@ from fnaccel.checkpoint.background import Background, Saving
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.format.values import encode
+from fnaccel.checkpoint.stored_states import states_in
 from fnaccel.checkpoint.writing import Hold, Writing
 from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.shard import HandReads
@@ -47,6 +48,7 @@ def save(
     keep: int | None = None,
     keep_every: int | None = None,
     each_machine: bool = False,
+    between: bool = False,
     world: World | None = None,
 ) -> Path:
     """Write a checkpoint that any strategy on any number of ranks can restore.
@@ -67,6 +69,8 @@ def save(
         keep_every: checkpoints whose step is a multiple of this stay besides.
         each_machine: the machines do not share `directory`. Each writes what its own ranks need into its own,
             and `fa.restore(each_machine=True)` reads it there.
+        between: also between two averages of replicas that train apart (`fa.local_sgd`). As many replicas go
+            on with their own values, other layouts with the mean. By default that raises.
         world: the world, if none was started in this context.
 
     Returns:
@@ -88,7 +92,9 @@ def save(
     """
     where, active = "fa.save", current(world)
     retention = Retention(keep, keep_every)
-    return _begun(where, directory, state, step, metadata, retention, active, each_machine=each_machine).run()
+    return _begun(
+        where, directory, state, step, metadata, retention, active, each_machine=each_machine, between=between
+    ).run()
 
 
 @every_rank
@@ -128,11 +134,13 @@ def save_async(
     background = active.resource(Background)
     hold = background.copies.of
     return background.go(
-        _begun(where, directory, state, step, metadata, retention, active, hold, each_machine=each_machine)
+        _begun(
+            where, directory, state, step, metadata, retention, active, hold=hold, each_machine=each_machine
+        )
     )
 
 
-def check_same_on_ranks(states: Sequence[TrainState], where: str) -> None:
+def check_same_on_ranks(states: Sequence[TrainState], where: str, *, between: bool = False) -> None:
     """See that ranks hold the same values, where they might not. All ranks call it.
 
     A checkpoint and an export take values that all ranks hold from one of them. The states of transforms are
@@ -147,14 +155,23 @@ def check_same_on_ranks(states: Sequence[TrainState], where: str) -> None:
         except UnleasedStateError:  # a snapshot
             continue
         apart = layout.next_whole is not None
+        if between and apart and layout.of_replicas is not None:
+            apart = layout.whole_from(state.step) == state.step
         if apart and (same_at := layout.whole_from(state.step)) != state.step:
             raise CheckpointError(
                 f"after step {state.step} each rank holds values of its own, and one rank's would be kept",
                 where=where,
-                fix=f"train on to step {same_at}, after which all ranks hold the same",
+                fix=f"train on to step {same_at}, after which all ranks hold the same"
+                + (
+                    ""
+                    if layout.of_replicas is None
+                    else "; or fa.save(between=True), which keeps all of them"
+                ),
             )
         if apart or state.transforms:
-            _compare(state, _TREES if apart else ("transforms",), layout, where)
+            own = layout.of_replicas or ()
+            compared = [name for name in _TREES if name not in own] if apart else ["transforms"]
+            _compare(state, compared, layout, where)
 
 
 def _compare(state: TrainState, names: Sequence[str], layout: Layout, where: str) -> None:
@@ -234,16 +251,6 @@ def _digest(name: str, value: Tree, where: str, compared: Collection[str]) -> tu
     return kinds, plain + checksum([x.reshape(-1)[:: 1 + x.nbytes // _SAMPLED] for x in tensors])
 
 
-def _states_in(saved: Tree) -> list[TrainState]:
-    if isinstance(saved, TrainState):
-        return [saved]
-    try:
-        leaves = tree.leaves(saved, is_leaf=lambda node: isinstance(node, TrainState))
-    except RecursionError:  # a tree that contains itself: the save says where
-        return []
-    return [leaf for leaf in leaves if isinstance(leaf, TrainState)]
-
-
 def _warn_of_no_position(states: Sequence[TrainState], world: World, where: str) -> None:
     """Warn once if a state was trained on batches of `fa.shard`, and its position is still the beginning.
 
@@ -298,13 +305,14 @@ def _begun(
     metadata: Tree,
     retention: Retention,
     world: World,
-    hold: Hold | None = None,
     *,
     each_machine: bool,
+    between: bool = False,
+    hold: Hold | None = None,
 ) -> Writing:
     """A save that is ready to run, once the one before it has ended."""
-    states = _states_in(state)
-    check_same_on_ranks(states, where)
+    states = states_in(state)
+    check_same_on_ranks(states, where, between=between)
     root = local_path(directory, where)
     retention.check(where)
     world.resource(Background).settle()

@@ -18,7 +18,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel.checkpoint import provenance, random_streams
+from fnaccel.checkpoint import provenance, random_streams, stored_states
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk import durable, publish
 from fnaccel.checkpoint.disk.durable import FileRecord
@@ -182,13 +182,17 @@ class Writing:
         """Choose the parts that this rank writes. Its random streams go to another rank if it has no file."""
         tree, notes = encode(state, self._where), _encoded_metadata(metadata, self._where)
         self.parts, self._paths = {}, {}
-        for path, value in tree.tensors.items():
-            for number, part in enumerate(self._machines.parts_of(value)):
-                if part.writes and part.box.numel:
-                    name = path if number == 0 else _free_name(path, number, tree.tensors)
-                    self.parts[name], self._paths[name] = part, path
         # the tensors themselves are not kept: a state may be donated while it is written
         self._tensors = {path: _stored(path, value) for path, value in tree.tensors.items()}
+        replica = stored_states.Replica.of(state)
+        for path, value in tree.tensors.items():
+            place = path if replica is None else replica.place(path, value)
+            self._tensors.setdefault(place, _stored(place, value))
+            for number, part in enumerate(self._machines.parts_of(value)):
+                writes = part.writes if replica is None or place == path else replica.writes(value)
+                if writes and part.box.numel:
+                    name = place if number == 0 else _free_name(place, number, tree.tensors)
+                    self.parts[name], self._paths[name] = part, place
         self._tree, self._metadata = tree.structure, notes.structure
         # one rank writes it, so the other ranks do not format the plan or walk the modules
         self._written_by = provenance.describe(state, self._world.size) if self._machines.leads else {}
@@ -234,7 +238,7 @@ class Writing:
         writer = {file.name: rank for rank, file in enumerate(written) if file is not None}
         for stored in (stored for file in files.values() for stored in file.tensors):
             path, tensor = stored.path, tensors.get(stored.path)
-            if tensor is None and path.startswith(f"{random_streams.ROOT}/"):
+            if tensor is None and path.startswith((f"{random_streams.ROOT}/", f"{stored_states.ROOT}/")):
                 tensor = attrs.evolve(stored, pieces=())
             if tensor is None or (tensor.dtype, tensor.shape) != (stored.dtype, stored.shape):
                 raise CheckpointError(

@@ -39,6 +39,9 @@ class Layout:
         shares_buffers: whether all ranks take the first one's buffers after each update.
         next_whole: the first step, from a given one on, after which all ranks of `mesh["loss"]` hold the same
             values. None: after each. States of steps between are not saved or exported.
+        of_replicas: the trees of states of which replicas hold values of their own at these steps, too.
+            Checkpoints hold those of each replica, and between these steps all values of each. None: states
+            of steps between are not saved at all.
     """
 
     mesh: Mesh
@@ -48,6 +51,7 @@ class Layout:
     buffers: dict[str, torch.Tensor]
     shares_buffers: bool = True
     next_whole: Callable[[int], int] | None = None
+    of_replicas: tuple[str, ...] | None = None
 
     def whole_from(self, step: int) -> int:
         """The first step, from this one on, after which all ranks of `mesh["loss"]` hold the same values.
@@ -128,7 +132,7 @@ class Forward:
         lend: the same without the hooks that average gradients, for models of other train steps.
         drive: runs the forward and backward passes of all micro-batches, in an order of its own.
         sync: `sync(communicate)` is the context of a micro-batch: gradients are averaged over ranks in its
-            backward, or not. The average divides by the number of ranks in `mesh["loss"]`.
+            backward, or not. The average divides by the number of ranks in `mesh["gradient"]`.
         nests: whether another micro-batch's forward may run between a forward and its backward.
         backward: differentiates a total.
         capture: how a step can be captured as one graph, or None.
@@ -151,7 +155,7 @@ class Updated:
 
     Attributes:
         step: its step: 1 after the first update.
-        params, buffers, opt: its trees. Tensors may be changed in place.
+        params, buffers, opt, ema: its trees. Tensors may be changed in place. `ema` may be None.
         own: the hook's result after the update before. At first: the result of `Hooks.init`.
     """
 
@@ -159,6 +163,7 @@ class Updated:
     params: dict[str, Any]
     buffers: dict[str, Any]
     opt: dict[str, Any]
+    ema: dict[str, Any] | None
     own: Tree
 
 

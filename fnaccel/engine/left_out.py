@@ -8,7 +8,9 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 
+from fnaccel.engine.aux_values import packed, unpacked
 from fnaccel.errors import NonfiniteError
 from fnaccel.step.loss import Scalar
 from fnaccel.world.host_copy import HostCopy
@@ -24,12 +26,14 @@ class LeftOut:
     """Whether an update is left out, and for which of two reasons.
 
     Attributes:
-        uncounted: no row counts, by the global weight: a bool, or a 0-d tensor if only the device can tell.
+        uncounted: no row counts, by the weight: a bool, or a 0-d tensor if only the device can tell.
         skip: 1 if a transform or a check left it out, 0 if not. None if none of them may.
+        weight: of the rows whose gradients were averaged.
     """
 
     uncounted: Any
-    skip: Any = None
+    skip: Any
+    weight: Scalar
 
     @property
     def nonfinite(self) -> Any:
@@ -43,6 +47,20 @@ class LeftOut:
         if self.skip is None:
             return updates + 1
         return updates + (1.0 - self.skip if isinstance(updates, torch.Tensor) else int(not self.skip))
+
+
+def agree_counts(
+    updates: Scalar, scale: dict[str, torch.Tensor] | None, group: Any, device: torch.device
+) -> Any:
+    """The largest count of updates of ranks that trained apart. Their loss scale becomes the smallest one."""
+    values = [updates] if scale is None else [updates, -scale["scale"], -scale["growth"], scale["weight"]]
+    vector = packed(values, device)
+    dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
+    count, *others = unpacked(vector, [()] * len(values))
+    if scale is not None:
+        for name, found, sign in zip(("scale", "growth", "weight"), others, (-1, -1, 1), strict=True):
+            scale[name].copy_(found * sign)
+    return count.to(updates.dtype) if isinstance(updates, torch.Tensor) else int(count)
 
 
 class SkippedUpdates:

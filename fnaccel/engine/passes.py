@@ -112,11 +112,13 @@ class Outcome(NamedTuple):
 
     Attributes:
         metrics: `loss`, `weight`, and aux.
+        weight: of the rows whose gradients were averaged. If it is 0, the update is left out.
         gradients: averages over ranks, and the factor that they lack. None if a captured step did the update.
         skip: if it did, 1 if it left the update out, 0 if not, None if it never does.
     """
 
     metrics: dict[str, Any]
+    weight: Scalar
     gradients: Gradients | None
     skip: Any
 
@@ -239,9 +241,10 @@ class Passes:
             totals.wait()
         if totals.weighted is False:
             loss.check.count({*totals.rows, *engine.agreement.rows}, loss.where)
-        multiplier = multiplier_of(engine, totals.weight, self._inputs.scale, divisor.up_front, divisor.after)
+        weight = totals.averaged_weight
+        multiplier = multiplier_of(engine, weight, self._inputs.scale, divisor.up_front, divisor.after)
         gradients = Gradients(layout.leaves, grads, multiplier, layout.held_by, layout.mesh.world.device)
-        return Outcome(totals.finish(), gradients, None)
+        return Outcome(totals.finish(), weight, gradients, None)
 
 
 def out_of_turn(name: str, index: int) -> CapabilityError:
@@ -256,8 +259,9 @@ def out_of_turn(name: str, index: int) -> CapabilityError:
 class Divisor:
     """Where the totals of an update are divided by their global weight: as early as that is known.
 
-    A backward pass of an engine averages over the N ranks of the loss, so `up_front / N * multiplier` is
-    1 / weight: the factor of totals before it, and that of gradients after it (`multiplier_of`).
+    A backward pass of an engine averages over the N ranks of `mesh["gradient"]`, and the weight is theirs, so
+    `up_front / N * multiplier` is 1 / weight: the factor of totals before it, and that of gradients after it
+    (`multiplier_of`).
 
         where the weight is known                 where totals are divided by it
         from the batch (`weight_fn`)              before each backward
@@ -282,14 +286,14 @@ class Divisor:
         weight_fn, scale, mesh = loss.weight_fn, inputs.scale, engine.layout.mesh
         self.waits_for_weight = inputs.backward_hooks and weight_fn is None and len(micro_batches) == 1
         # N comes after it if hooks look on: they are to see the gradients that they would see on one rank
-        self._unseen = mesh.loss_size if inputs.backward_hooks else 1
+        self._unseen = mesh.gradient_size if inputs.backward_hooks else 1
         self.after = None if weight_fn is None and not self.waits_for_weight else float(self._unseen)
         self.up_front: Any = None
         if weight_fn is not None:
             totals.know_weights(
                 [check_weight(weight_fn(m.data), loss.where) if m.valid else 0 for m in micro_batches]
             )
-            ratio = _ranks_over_weight(self._engine, self._totals.weight, self._unseen)
+            ratio = _ranks_over_weight(self._engine, self._totals.averaged_weight, self._unseen)
             self.up_front = ratio if scale is None else scale * ratio
         elif self.waits_for_weight:
             self.up_front = scale
@@ -301,7 +305,7 @@ class Divisor:
         """The total of a micro-batch as it is differentiated."""
         if self.waits_for_weight:
             self._totals.wait()
-            total = total * _ranks_over_weight(self._engine, self._totals.weight, self._unseen)
+            total = total * _ranks_over_weight(self._engine, self._totals.averaged_weight, self._unseen)
         return total if self.up_front is None else total * self.up_front
 
 
@@ -325,7 +329,7 @@ def multiplier_of(
 
 def _ranks_over_weight(engine: Engine, weight: Scalar, unseen: int = 1) -> Any:
     """N / weight: it undoes the engine's average, and divides. `unseen` is the part of N that comes later."""
-    ranks = engine.layout.mesh.loss_size / unseen
+    ranks = engine.layout.mesh.gradient_size / unseen
     if isinstance(weight, torch.Tensor):
         dtype = wide_dtype(engine)
         # a count divides to torch's default dtype

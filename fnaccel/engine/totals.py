@@ -23,6 +23,7 @@ from fnaccel.engine.aux_values import (
     unpacked,
 )
 from fnaccel.step.loss import LossParts, is_zero, masked
+from fnaccel.world.mesh import Mesh
 
 
 class Question(Protocol):
@@ -55,16 +56,20 @@ class Totals:
         agreement: the structure that the losses of all ranks agree on.
         questions: what ranks ask each other beside.
         partial_rows: whether each rank has a part of each row. Then aux may hold no `fa.Concat`.
+        apart: the mesh, if it has replicas that train apart.
+        by_rows: whether the weight of a replica is the mean of theirs, so that each row counts the same.
 
     Attributes:
         rows: those of each micro-batch so far, 0 of a filler.
         weight: of all micro-batches so far, and of all ranks after `wait()`.
+        averaged_weight: after `wait()`, what gradients are divided by. It is the weight, or if replicas train
+            apart, that of this one.
         counts: False if the newest micro-batch is a filler, or has a weight of 0 that the host can read.
     """
 
     __slots__ = (
-        "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_questions", "_sent", "_total",
-        "counts", "rows", "weight", "weighted",
+        "_agreement", "_apart", "_aux", "_by_rows", "_device", "_dtype", "_group", "_known", "_questions",
+        "_sent", "_total", "averaged_weight", "counts", "rows", "weight", "weighted",
     )  # fmt: skip
 
     def __init__(
@@ -75,11 +80,15 @@ class Totals:
         questions: Sequence[Question] = (),
         *,
         partial_rows: bool = False,
+        apart: Mesh | None = None,
+        by_rows: bool = False,
     ) -> None:
         self._group = group
         self._agreement = agreement
         self._questions = questions
         self._device = device
+        self._apart = apart
+        self._by_rows = by_rows
         self._total: Any = 0.0
         self._aux = AuxValues(partial_rows=partial_rows)
         self._sent: tuple[torch.Tensor, Any] | None = None
@@ -88,16 +97,32 @@ class Totals:
         self.weighted: bool | None = None
         self.rows: list[int] = []
         self.weight: Any = 0
+        self.averaged_weight: Any = 0
         self.counts = True
 
     def know_weights(self, weights: list[Any]) -> None:
         """Take the weights of all micro-batches before any forward, and sum them over ranks."""
         self._known = weights
-        total: Any = sum(weights[1:], start=weights[0])
-        if self._group is not None:
-            total = packed([total], self._device)[0]
-            dist.all_reduce(total, group=self._group)
-        self.weight = total
+        own: Any = sum(weights[1:], start=weights[0])
+        self.weight = self._added(own, self._group)
+        self._weigh_replica(own)
+
+    def _weigh_replica(self, own: Any) -> None:
+        """Set `averaged_weight`, from the weight of all ranks or from this rank's own."""
+        if self._apart is None:
+            self.averaged_weight = self.weight
+        elif self._by_rows:
+            self.averaged_weight = self.weight * (self._apart.gradient_size / self._apart.loss_size)
+        else:
+            self.averaged_weight = self._added(own, self._apart.group("gradient"))
+
+    def _added(self, weight: Any, group: dist.ProcessGroup | None) -> Any:
+        """A weight added over ranks."""
+        if group is None:
+            return weight
+        total = packed([weight], self._device)[0]
+        dist.all_reduce(total, group=group)
+        return total
 
     def weight_of(self, index: int) -> Any:
         """The weight of a micro-batch if it was known before its forward, else 1."""
@@ -152,6 +177,8 @@ class Totals:
             return
         self._agreement.check(structure(self._aux, self.weighted), self._group, self.rows)
         weight = self.weight if self._known is None else 0.0
+        if self._known is None and self._apart is not None:
+            self._weigh_replica(weight)
         vector = packed([self._total, weight, *self.numbers, *self._aux.values], self._device)
         self._sent = vector, dist.all_reduce(vector, group=self._group, async_op=True)
 
@@ -173,6 +200,8 @@ class Totals:
             self.hear(vector[2:head])
         elif self._questions:
             self.hear(None)
+        if self._apart is None or self._by_rows:
+            self._weigh_replica(None)
         for question in self._questions:
             question.check()
 

@@ -270,7 +270,7 @@ def _of(
     layout = planned_step.plan.layout.replace(" (cpu)", "")
     sizes = footprint_of(built, strategy, degrees, spec.optimizers, layout)
     fsdp = next((axis for axis in strategy.axes if isinstance(axis, Fsdp)), None)
-    averaged = fsdp is None and spec.mesh.loss_size > 1
+    averaged = fsdp is None and spec.mesh.gradient_size > 1
     account = Account() if fsdp is None else Account(_axis_of(simulated.mesh))
     _hold(account, built, sizes, lowered, batch)
     account.hold(sizes.gradients if averaged else 0, GRADIENTS)
@@ -324,7 +324,7 @@ def _send_by_step(account: Account, sizes: Footprint, lowered: Lowered, *, shard
     reduce = settings.precision.reduce
     for row in sizes.traffic:
         gradients = row.what.startswith("gradients")
-        if row.per != "step" or (sharded and row.axis in ("shard", "dp_replicate")):
+        if row.per != "step" or (sharded and gradients and row.axis in ("shard", "dp_replicate")):
             continue
         size = row.size
         if gradients and reduce in (torch.bfloat16, torch.float16) and row.axis == "loss":
@@ -357,4 +357,4 @@ def _on_simulated_ranks(spec: Spec, strategy: Strategy) -> Generator[Spec]:
             fix="call it outside of a job, or run `fnaccel estimate`",
         )
     with simulate(ranks=math.prod(degrees.values())) as world:
-        yield attrs.evolve(spec, mesh=build(world, degrees, strategy.follows()))
+        yield attrs.evolve(spec, mesh=build(world, degrees, strategy.follows(), strategy.apart()))

@@ -6,11 +6,11 @@ A transform
     Transform Phase Info Capability EVERYTHING GradientHook UpdateHook Gradients
 
 An axis
-    Axis Strategy maker Spec Settings Mesh MeshAxis LossPart Cut Leaf Traffic
+    Axis Strategy maker check_degree runtime_in Spec Settings Mesh MeshAxis LossPart Cut Leaf Traffic
 
 An engine
-    Build finisher Built construct place whole_engine Engine Layout Forward Hooks Updated Runtime Capture
-    Question MicroBatch MicroBatches in_turn Delegation delegator
+    Build finisher engine_without Built construct place whole_engine Engine Layout Forward Hooks Updated
+    Runtime Capture Question MicroBatch MicroBatches in_turn Delegation delegator
 
 An optimizer
     Optimizer Kernel Bound Group Member group_leaves Part Operations UpdateInfo
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from fnaccel.step.step import Transform as Transform
     from fnaccel.step.step import UpdateHook as UpdateHook
     from fnaccel.strategies.axis import Build as Build
+    from fnaccel.strategies.axis import engine_without as engine_without
     from fnaccel.strategies.axis import finisher as finisher
     from fnaccel.strategies.footprint import Traffic as Traffic
     from fnaccel.strategies.local import place as place
@@ -81,7 +82,9 @@ if TYPE_CHECKING:
     from fnaccel.strategies.runtime import delegator as delegator
     from fnaccel.strategies.strategy import Axis as Axis
     from fnaccel.strategies.strategy import Strategy as Strategy
+    from fnaccel.strategies.strategy import check_degree as check_degree
     from fnaccel.strategies.strategy import maker as maker
+    from fnaccel.strategies.strategy import runtime_in as runtime_in
     from fnaccel.track.registry import register as register
     from fnaccel.track.tracker import Artifacts as Artifacts
     from fnaccel.track.tracker import Media as Media
@@ -107,11 +110,11 @@ else:
             "fnaccel.step.settings": "Settings",
             "fnaccel.step.spec": "LossPart Spec",
             "fnaccel.step.step": "EVERYTHING Capability GradientHook Info Phase Transform UpdateHook",
-            "fnaccel.strategies.axis": "Build finisher",
+            "fnaccel.strategies.axis": "Build engine_without finisher",
             "fnaccel.strategies.footprint": "Traffic",
             "fnaccel.strategies.local": "place whole_engine",
             "fnaccel.strategies.runtime": "Delegation delegator",
-            "fnaccel.strategies.strategy": "Axis Strategy maker",
+            "fnaccel.strategies.strategy": "Axis Strategy check_degree maker runtime_in",
             "fnaccel.track.registry": "register",
             "fnaccel.track.tracker": "Artifacts Media PerRank Tracker",
             "fnaccel.world.mesh": "Mesh MeshAxis",

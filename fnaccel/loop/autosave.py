@@ -109,7 +109,7 @@ class Saver:
                 yield state, metrics
                 # not before the loop asks for the next step: its body may still change `extras`
                 due = due or (self.plan.every is not None and state.step % self.plan.every == 0)
-                if (due or notice.stopping) and not self._whole(state):
+                if not self._whole(state) and (due or notice.stopping) and not self._may_stop(notice):
                     continue  # ranks train apart, and are the same again a few steps later
                 if notice.stopping:
                     break
@@ -136,8 +136,12 @@ class Saver:
         """Whether all ranks hold the same values after the step of this state."""
         return self.train_step.engine.layout.whole_from(state.step) == state.step
 
+    def _may_stop(self, notice: Any) -> bool:
+        """Whether the loop ends here, and the values of each replica can be saved."""
+        return notice.stopping and self.train_step.engine.layout.of_replicas is not None
+
     def save(self, state: TrainState) -> None:
-        """Save a state, unless its step is saved."""
+        """Save a state, unless its step is saved. Between averages of replicas only as a loop ends."""
         from fnaccel.checkpoint import save, save_async  # noqa: PLC0415 - only if states are saved
 
         if state.step == self.step:
@@ -148,10 +152,10 @@ class Saver:
             "keep_every": plan.keep_every,
             "each_machine": plan.each_machine,
         }
-        if plan.background:
+        if plan.background and self._whole(state):
             self.pending = save_async(plan.directory, state, **options)
         else:
-            self.path = save(plan.directory, state, **options)
+            self.path = save(plan.directory, state, between=True, **options)
         self.step = state.step
 
     def leave(self, on_purpose: bool) -> None:

@@ -23,7 +23,6 @@ from fnaccel.step.callables import plan_text
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, make_engine
 from fnaccel.strategies.runtime import Delegation
-from fnaccel.strategies.strategy import apart_in
 
 
 def assemble(
@@ -80,7 +79,7 @@ def assemble(
                 where="state.transforms",
                 fix="give the transform another name: fa.Transform(name=...)",
             )
-        apart = apart_in(spec.strategy)
+        apart = next((axis.maker for axis in spec.strategy.axes if not axis.averages), "")
         if trains and apart and engine.layout.next_whole is None and spec.mesh.loss_size > 1:
             raise CapabilityError(
                 f"{apart} averages no gradients, and does not say when its ranks hold the same values",
@@ -97,7 +96,7 @@ def assemble(
 
 def _with_averages_and_norms(engine: Engine, lowered: Lowered) -> Engine:
     """The engine with averages, and with norms that are told which micro-batches count."""
-    tell = connect(engine.layout.modules, engine.layout.mesh.group("loss"))
+    tell = connect(engine.layout.modules, engine.layout.mesh.group("gradient"))
     if tell is not None:
         engine = attrs.evolve(engine, hooks=attrs.evolve(engine.hooks, micro_batch=tell))
     if lowered.settings.ema_decay is not None:

@@ -286,10 +286,10 @@ class CapturedPasses:
         if out.grads is None:
             warns, reached = step.engine.layout.mesh.world.rank == 0, [was or None for was in out.reached]
             step.updater.drop_waiting(reached, self._inputs.updates, warns=warns)
-            return Outcome(metrics, None, out.skip)
+            return Outcome(metrics, metrics["weight"], None, out.skip)
         layout = step.engine.layout
         gradients = Gradients(layout.leaves, apart(out.grads), out.multiplier, layout.held_by, device)
-        return Outcome(metrics, gradients, None)
+        return Outcome(metrics, metrics["weight"], gradients, None)
 
 
 def _whole_models(lent_models: Tree) -> Any:

@@ -14,7 +14,7 @@ import torch
 from fnaccel import _lazy, _torch, tree
 from fnaccel.data.micro_batches import MicroBatches, micro_batches
 from fnaccel.engine.engine import Engine, Updated
-from fnaccel.engine.left_out import LeftOut, SkippedUpdates
+from fnaccel.engine.left_out import LeftOut, SkippedUpdates, agree_counts
 from fnaccel.engine.passes import Inputs, Passes
 from fnaccel.engine.same_position import same_position
 from fnaccel.engine.same_rows import SameRows
@@ -30,14 +30,14 @@ from fnaccel.models.gradient_hooks import GradientHooks
 from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.moving_buffers import MovingBuffers, buffer_slots
 from fnaccel.models.note import Note
-from fnaccel.models.parameter_values import Access, register
+from fnaccel.models.parameter_values import register
 from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.compile_meter import Meter
 from fnaccel.program.lent_models import LentModels
 from fnaccel.program.lower import Lowered
 from fnaccel.program.parameter_averages import averages_of, move
 from fnaccel.program.tail import keep_state
-from fnaccel.program.whole_parameters import is_sharded
+from fnaccel.program.whole_parameters import access_of, is_sharded
 from fnaccel.state import (
     Position,
     ReadOnlyDict,
@@ -54,9 +54,6 @@ from fnaccel.world.random_streams import generators_of
 
 if TYPE_CHECKING:
     from fnaccel.program.captured_step import CapturedPasses
-
-_WHOLE_AXES = ("dp_replicate", "dp_shard")
-"""Axes along which ranks compute with the whole model."""
 
 AnyPasses = Callable[[MicroBatches, Totals, Inputs], "Passes | CapturedPasses"]
 
@@ -124,9 +121,11 @@ class Instance:
         self.streams = [] if spec.rng == "stream" else generators_of(world.device)
         self._device, self._group = world.device, mesh.group("loss")
         self._partial_rows = mesh.partial_rows
+        self._apart = mesh if mesh.replicas_apart else None
+        self._by_rows = any(axis.weighting == "rows" for axis in spec.strategy.axes if not axis.averages)
         self.rank = mesh.loss_rank
         self.shares = any(degree > 1 for degree in mesh.degrees.values())
-        self.access = _access(engine)
+        self.access = access_of(engine)
         register(built, self.access)
         self.same_position = same_position(mesh, engine.hooks.told)
         self.same_rows = SameRows(mesh) if mesh.batch_size < world.size else None
@@ -179,9 +178,10 @@ class Instance:
         self._watched = TrainedModules(built.modules, leaves if bound is None else (), trains=self._trains)
         self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in slots])
         self.shared_buffers: SharedBuffers | None = None
-        if self._group is not None and names and engine.layout.shares_buffers:
+        averaging = mesh.group("gradient")
+        if averaging is not None and names and engine.layout.shares_buffers:
             shared = [name if name in saved else "" for name in names]
-            self.shared_buffers = SharedBuffers(self.moving_buffers, shared, self._group)
+            self.shared_buffers = SharedBuffers(self.moving_buffers, shared, averaging)
 
     @functools.cached_property
     def gradient_passes(self) -> AnyPasses:
@@ -316,7 +316,15 @@ class Instance:
             questions.append(self.same_position)
         if engine.hooks.ask is not None:
             questions.append(engine.hooks.ask(micro_batches))
-        return Totals(self._group, self._device, engine.agreement, questions, partial_rows=self._partial_rows)
+        return Totals(
+            self._group,
+            self._device,
+            engine.agreement,
+            questions,
+            partial_rows=self._partial_rows,
+            apart=self._apart,
+            by_rows=self._by_rows,
+        )
 
     def drawing(self, root: int, step: int) -> contextlib.AbstractContextManager[None]:
         """A context in which hooks of the user draw random numbers that are equal on all ranks."""
@@ -327,19 +335,24 @@ class Instance:
     def complete(
         self,
         step: int,
+        updates: Scalar,
         scale: dict[str, torch.Tensor] | None,
         left_out: LeftOut,
         metrics: dict[str, Any],
         transforms: dict[str, Tree],
-    ) -> None:
+    ) -> Any:
         """What follows an update before the next state is shown: buffers, the loss scale, and its metrics.
 
         Args:
             step: of the update.
+            updates: the number of updates before it.
             scale: the loss scale, changed in place, or None.
             left_out: whether the update was.
             metrics: of the update.
             transforms: their states, and that of the axis.
+
+        Returns:
+            The number of updates after it.
         """
         if self.meter is not None:
             metrics["recompilations"] = self.meter.found.recompilations
@@ -349,6 +362,10 @@ class Instance:
         if self._buffer_averages and left_out.uncounted is not True:
             decay = cast("float", self.lowered.settings.ema_decay)
             move(self.averaged_buffers(), decay, left_out.skip, left_out.uncounted)
+        if scale is not None:
+            metrics["loss_scale"] = scale["scale"].clone()
+            if left_out.uncounted is not True:
+                self._move_scale(scale, left_out.nonfinite, left_out.weight)
         if self.engine.hooks.after_update is not None:
             shown, name = self.trees(scale), self.engine.name
             after = Updated(
@@ -356,16 +373,16 @@ class Instance:
                 params=shown.params,
                 buffers=shown.buffers,
                 opt=shown.opt,
+                ema=shown.ema,
                 own=transforms.get(name),
             )
             with torch.no_grad():
                 own = self.engine.hooks.after_update(after)
             if own is not None or name in transforms:
                 keep_state(transforms, name, own, "axis")
-        if scale is not None:
-            metrics["loss_scale"] = scale["scale"].clone()
-            if left_out.uncounted is not True:
-                self._move_scale(scale, left_out.nonfinite, metrics["weight"])
+        updates = left_out.counted(updates)
+        if self._apart is not None and self.engine.layout.whole_from(step + 1) == step + 1:
+            updates = agree_counts(updates, scale, self._group, self._device)
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
         if left_out.uncounted is True:
@@ -373,6 +390,7 @@ class Instance:
         elif left_out.skip is not None:
             metrics["skipped"] = left_out.skip
             self.skips.put(left_out.nonfinite)
+        return updates
 
     def _not_ready(self) -> CapabilityError:
         if not self._trains:
@@ -471,18 +489,3 @@ class Instance:
         self._watched.close()
         self.engine.close()
         release(self._built)
-
-
-def _access(engine: Engine) -> Access:
-    """How a loss takes the model's parameters as values."""
-    mesh = engine.layout.mesh
-    cut = [axis for axis, degree in mesh.degrees.items() if degree > 1 and axis not in _WHOLE_AXES]
-    refusal = ""
-    if engine.runtime.bound is not None:
-        refusal = f"{engine.name} keeps the parameters, so a loss can't take them as values"
-    elif cut:
-        refusal = (
-            f"ranks along {' and '.join(cut)} compute parts of one model, so no rank has it as a function"
-        )
-    trained = frozenset(leaf.name for leaf in engine.layout.leaves)
-    return Access(trained=trained, refusal=refusal, whole=engine.forward.whole)

@@ -15,7 +15,13 @@ from fnaccel.step.html_table import table
 from fnaccel.step.spec import Spec, check, plan_notes
 from fnaccel.step.step import Phase, Step, Transform
 from fnaccel.strategies.runtime import Delegation
-from fnaccel.strategies.strategy import apart_in
+
+_DIVIDED = {
+    "": "d(sum of totals) / (sum of weights), over micro-batches and ranks",
+    "rows": "d(sum of totals) / (mean weight of a rank), over micro-batches of each rank",
+    "replicas": "d(sum of totals) / (sum of weights), over micro-batches and ranks of each replica",
+}
+"""What the gradients of a step are, by the weighting of an axis whose ranks train apart."""
 
 
 @attrs.frozen
@@ -144,11 +150,7 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
         Row(
             "BACKWARD",
             "gradients",
-            (
-                "d(sum of totals) / (mean weight of a rank), over micro-batches of each rank"
-                if apart_in(strategy)
-                else "d(sum of totals) / (sum of weights), over micro-batches and ranks"
-            )
+            _DIVIDED[next((axis.weighting for axis in strategy.axes if not axis.averages), "")]
             + ("; divided up front" if weighted else ""),
             by or "fnaccel",
         )

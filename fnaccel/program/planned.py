@@ -9,7 +9,7 @@ from torch import nn
 
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.updater import by_model, check_own
-from fnaccel.errors import CapabilityError, PlanMismatchError, as_names
+from fnaccel.errors import PlanMismatchError, as_names
 from fnaccel.models.constant_buffers import check_not_trained
 from fnaccel.models.parameter import Select
 from fnaccel.optim.several import OptimizerLike
@@ -18,7 +18,7 @@ from fnaccel.program.lower import Lowered, lower
 from fnaccel.program.plan import Plan, make_plan
 from fnaccel.step.spec import LossPart, Rng, Spec, resolve
 from fnaccel.strategies.runtime import Delegation, check_device, delegate
-from fnaccel.strategies.strategy import Strategy, apart_in
+from fnaccel.strategies.strategy import Strategy
 from fnaccel.world.devices import check_precision
 from fnaccel.world.mesh import Mesh, build
 from fnaccel.world.mesh import resolve as resolve_degrees
@@ -49,7 +49,7 @@ def mesh_of(strategy: Strategy, world: World) -> Mesh:
     """
     degrees = resolve_degrees(strategy.degrees(), world.size, str(strategy)) if strategy.axes else {}
     if world.calls is None or not degrees:
-        return build(world, degrees, strategy.follows())
+        return build(world, degrees, strategy.follows(), strategy.apart())
     return world.calls.run("fa.train_step", _agreed_mesh, strategy, degrees, world)
 
 
@@ -62,7 +62,7 @@ def _agreed_mesh(strategy: Strategy, degrees: dict[str, int], world: World) -> M
                 where="fa.train_step",
                 fix="distribute the model with the same strategy on every rank",
             )
-    return build(world, degrees, strategy.follows())
+    return build(world, degrees, strategy.follows(), strategy.apart())
 
 
 def planned(
@@ -89,7 +89,6 @@ def planned(
         )
     )
     check_device(spec)
-    _check_apart(spec)
     if optimizers is not None:  # a factory's model is checked when it is built
         parts = model if isinstance(model, dict) else {None: model}
         check_not_trained({k: m for k, m in parts.items() if isinstance(m, nn.Module)}, spec.frozen)
@@ -102,14 +101,3 @@ def planned(
     plan = make_plan(spec, described, delegation)
     plan = attrs.evolve(plan, notes=(*chosen.notes, *plan.notes))
     return Planned(spec=spec, plan=plan, delegation=delegation)
-
-
-def _check_apart(spec: Spec) -> None:
-    """Raise CapabilityError if updates may be left out, and each rank would decide that for itself."""
-    apart = apart_in(spec.strategy)
-    if apart and spec.step.settings.skips and spec.mesh.loss_size > 1:
-        raise CapabilityError(
-            f"under {apart} each rank trains by its own gradients, and would leave out updates of its own",
-            where=f"strategy {spec.strategy}",
-            fix="leave out skip_nonfinite, fp16 and on_spike(do='skip'), or average gradients: fa.ddp()",
-        )

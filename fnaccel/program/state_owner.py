@@ -182,7 +182,12 @@ class StateOwner:
             self.instance.updater.refuse_late(names, updates, where)
 
     def refill(
-        self, state: TrainState, fill: Callable[[TrainState], TrainState], *, complete: bool = True
+        self,
+        state: TrainState,
+        fill: Callable[[TrainState], TrainState],
+        *,
+        complete: bool = True,
+        fresh: bool = True,
     ) -> TrainState:
         """Let `fill` write into the tensors of the live state, and lease the state that it returns.
 
@@ -192,6 +197,7 @@ class StateOwner:
             state: the live state.
             fill: gets it with its current buffers.
             complete: whether all parameters and buffers get values.
+            fresh: whether the state of an axis begins anew, since it gets none.
 
         Raises:
             CapabilityError: they don't, and the model was built without any.
@@ -205,6 +211,9 @@ class StateOwner:
         self.donate_live()
         full = _filled(target, fill)
         instance.restored()
+        if fresh and instance.engine.hooks.init is not None:
+            own = {instance.engine.name: instance.engine.hooks.init()}
+            full = attrs.evolve(full, transforms={**full.transforms, **own})
         return lease(full, self.lease)
 
     def donate_live(self) -> None:

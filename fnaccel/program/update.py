@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from fnaccel.data.micro_batches import MicroBatches
@@ -62,11 +63,11 @@ def update(
         with frozen, compiling:
             passes = instance.passes(micro_batches, totals, inputs)
             engine.forward.drive(len(micro_batches), passes.forward, passes.backward, passes.sync)
-            metrics, gradients, skipped_in_graph = passes.outcome()
+            metrics, weight, gradients, skipped_in_graph = passes.outcome()
 
         # Hooks of GRADS, the optimizers, hooks of UPDATE.
         enter("update")
-        left_out = LeftOut(is_uncounted(metrics["weight"]), skipped_in_graph)
+        left_out = LeftOut(is_uncounted(weight), skipped_in_graph, weight)
         if left_out.uncounted is True or gradients is None:  # nothing to do, or a captured step has done it
             guard.commit()
             metrics.update(reported)
@@ -93,16 +94,16 @@ def update(
             if instance.no_user_hooks:
                 drawing = contextlib.nullcontext  # the hooks of the library draw nothing
             skipped = tail.run(engine, gradients, transforms, info, apply, drawing)
-            left_out = LeftOut(left_out.uncounted, skipped)
+            left_out = attrs.evolve(left_out, skip=skipped)
             if tail.skips and tail.users:
                 guard.check_own()
 
         # The next state.
-        instance.complete(step, scale, left_out, metrics, transforms)
+        updates = instance.complete(step, updates, scale, left_out, metrics, transforms)
         next_state = state_of(
             instance.trees(scale),
             step=step + 1,
-            updates=left_out.counted(updates),
+            updates=updates,
             rng=state.rng,
             data=position,
             extras=extras,

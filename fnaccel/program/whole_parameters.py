@@ -1,4 +1,4 @@
-"""In `look(whole=True)` modules show whole tensors in the place of the parts that ranks hold."""
+"""Whole parameters: in modules by `look(whole=True)`, or as values in a loss."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import torch
 from torch import nn
 
 from fnaccel import _torch, tree
+from fnaccel.engine.engine import Engine
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CapabilityError
+from fnaccel.models.parameter_values import Access
 from fnaccel.strategies._torch import mark_whole
 from fnaccel.world.undo import Swapped
+
+_WHOLE_AXES = ("dp_replicate", "dp_shard")
+"""Axes along which ranks compute with the whole model."""
 
 
 def whole_parameters(
@@ -92,3 +97,18 @@ def explain(error: BaseException) -> CapabilityError | None:
 def is_sharded(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether some parameter is not whole on this rank, or is kept by a runtime."""
     return any(hasattr(value, "placements") or isinstance(value, Remote) for value in parameters)
+
+
+def access_of(engine: Engine) -> Access:
+    """How a loss takes the model's parameters as values."""
+    mesh = engine.layout.mesh
+    cut = [axis for axis, degree in mesh.degrees.items() if degree > 1 and axis not in _WHOLE_AXES]
+    refusal = ""
+    if engine.runtime.bound is not None:
+        refusal = f"{engine.name} keeps the parameters, so a loss can't take them as values"
+    elif cut:
+        refusal = (
+            f"ranks along {' and '.join(cut)} compute parts of one model, so no rank has it as a function"
+        )
+    trained = frozenset(leaf.name for leaf in engine.layout.leaves)
+    return Access(trained=trained, refusal=refusal, whole=engine.forward.whole)

@@ -39,19 +39,23 @@ class Build:
 
 Finisher = Callable[[Build, Any], tuple[Engine, Built]]
 
-_finishers: dict[type | None, tuple[Finisher, tuple[type, ...]]] = {}
+_finishers: dict[type | None, tuple[Finisher, tuple[type, ...] | None]] = {}
+"""The finishers, and the other axes that each takes: None for the engine of any."""
 
 
-def finisher(axis: type | None, *, takes: tuple[type, ...] = ()) -> Callable[[Finisher], Finisher]:
+def finisher(
+    axis: type | None, *, takes: tuple[type, ...] = (), around: bool = False
+) -> Callable[[Finisher], Finisher]:
     """Decorator: this function makes the engine of products with an axis of this class.
 
     Args:
         axis: the class of the record that it is called with, or None for products without such an axis.
         takes: other axes that have a finisher, and that this one carries out as well.
+        around: whether it adds to the engine of all other axes, `engine_without`.
     """
 
     def register(fn: Finisher) -> Finisher:
-        _finishers[axis] = fn, takes
+        _finishers[axis] = fn, None if around else takes
         return fn
 
     return register
@@ -83,12 +87,15 @@ def finishing_axis(strategy: Strategy) -> Any:
     if not finishing:
         return None
     for axis in finishing:
+        if _finishers[type(axis)][1] is None:
+            return axis
+    for axis in finishing:
         taken = [other for other in finishing if type(other) is not type(axis)]
-        if all(type(other) in _finishers[type(axis)][1] for other in taken):
+        if all(type(other) in (_finishers[type(axis)][1] or ()) for other in taken):
             for other in taken:
                 _check_plain(other, axis, strategy)
             return axis
-    able = {kind for _, takes in _finishers.values() for kind in takes} | {
+    able = {kind for _, takes in _finishers.values() for kind in takes or ()} | {
         kind for kind, (_, takes) in _finishers.items() if takes
     }
     single = [axis.maker for axis in finishing if type(axis) not in able]
@@ -113,7 +120,7 @@ def _check_plain(axis: Axis, by: Axis, strategy: Strategy) -> None:
 def make_engine(build: Build) -> tuple[Engine, Built]:
     """The engine of a train step: axes that rewrite modules have their turn in `build.prepare`."""
     axis = finishing_axis(build.spec.strategy)
-    if axis is None and build.spec.mesh.loss_size > 1:
+    if axis is None and build.spec.mesh.gradient_size > 1:
         axis = _averaging()
     finish, _ = _finishers[None if axis is None else type(axis)]
     prepared = False
@@ -137,6 +144,12 @@ def make_engine(build: Build) -> tuple[Engine, Built]:
             fix="call place(built, build) before the engine is made: docs/extending.md",
         )
     return result
+
+
+def engine_without(axis: Axis, build: Build) -> tuple[Engine, Built]:
+    """The engine of the other axes of a product. It averages gradients over `mesh["gradient"]`."""
+    others = Strategy(tuple(other for other in build.spec.strategy.axes if other is not axis))
+    return make_engine(attrs.evolve(build, spec=attrs.evolve(build.spec, strategy=others)))
 
 
 def _averaging() -> Axis:

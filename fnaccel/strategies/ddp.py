@@ -84,7 +84,7 @@ class Ddp(Axis):
 
     def plan_notes(self, spec: Spec) -> list[str]:
         """Notes if each rank keeps its own buffers, and if torch lays out the buckets."""
-        if spec.mesh.loss_size == 1:
+        if spec.mesh.gradient_size == 1:
             return []
         notes: list[str] = []
         if not self.sync_buffers:
@@ -202,18 +202,18 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
             where=f"strategy {build.spec.strategy}",
             fix="leave out hook=, and reduce= of fa.transforms.Precision",
         )
-    if not trainable or (mesh.loss_size == 1 and hook is None):
+    if not trainable or (mesh.gradient_size == 1 and hook is None):
         alone = capture_whole(built, build) if build.settings.captured and trainable else None
         return whole_engine("ddp", built, build, capture=alone), built
     ensure_group(mesh.world)
     if build.settings.captured:
         return _captured(built, build, options, hook), built
-    _send_small(built, mesh.group("loss") or dist.group.WORLD)
+    _send_small(built, mesh.group("gradient") or dist.group.WORLD)
     size = sum(p.numel() * p.element_size() for _, p in built.named("parameters") if p.requires_grad)
     sizes = options.bucket_sizes(size)
     wrapped = _torch.DataParallel(
         built.host,
-        process_group=mesh.group("loss") or dist.group.WORLD,
+        process_group=mesh.group("gradient") or dist.group.WORLD,
         fixed=options.buckets == "fixed",
         # with None torch makes the first one smaller
         bucket_cap_mb=None if sizes == TORCH_SIZES else sizes[0] / MIB,
@@ -254,21 +254,21 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
 def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> Engine:
     """The engine without hooks: the wrapper's all-reduces are part of the graph."""
     mesh = build.spec.mesh
-    group: Any = mesh.group("loss") or dist.group.WORLD
+    group: Any = mesh.group("gradient") or dist.group.WORLD
     with torch.no_grad():
         _share([value for kind in ("parameters", "buffers") for _, value in built.named(kind)], group)
     trained = [param for _, param in built.named("parameters") if param.requires_grad]
     buckets = Buckets(
         members=lay_out(trained, options.bucket_mb),
         group=group,
-        size=mesh.loss_size,
+        size=mesh.gradient_size,
         dtype=None if hook is None else _SENT[hook.name],
     )
     capture = capture_whole(
         built,
         build,
         average=buckets.average,
-        complete=mesh.loss_size > 1,
+        complete=mesh.gradient_size > 1,
     )
     return whole_engine("ddp", built, build, capture=capture, shares_buffers=options.sync_buffers)
 

@@ -105,6 +105,21 @@ class Talks(Protocol):
         ...
 
 
+@runtime_checkable
+class TrainsApart(Protocol):
+    """An axis whose ranks train apart, and average after some steps."""
+
+    mesh_axis: Any
+
+    def held(self, parameters: int) -> int:
+        """The bytes that a rank holds for it, by those of its trained parameters."""
+        ...
+
+    def averages_of(self, parameters: int, slots: int) -> list[Traffic]:
+        """The collectives, as shares of a step, by the bytes of a rank's trained parameters and slots."""
+        ...
+
+
 @attrs.frozen(kw_only=True)
 class Footprint:
     """The largest rank under a strategy. Print it.
@@ -248,12 +263,14 @@ def footprint_of(
         _placed(name, param, cuts.get(name), degrees, dims.get(name), owners.get(id(param), (0, ""))[1])
         for name, param in built.named("parameters")
     )
-    return Footprint(
-        layout=layout,
-        placed=placed,
-        slots=0 if optimizer is None else _slots_of(built, placed, optimizer),
-        traffic=(*talks, *_data_parallel(placed, axes, degrees, fsdp)),
-    )
+    slots = 0 if optimizer is None else _slots_of(built, placed, optimizer)
+    held, trained = slots, sum(each.bytes_of(each.part) for each in placed if each.trained)
+    for axis in axes.axes:
+        if isinstance(axis, TrainsApart) and slots is not None:
+            held = slots + axis.held(trained)
+            talks += axis.averages_of(trained, slots) if degrees[axis.mesh_axis] > 1 else []
+    traffic = (*talks, *_data_parallel(placed, axes, degrees, fsdp))
+    return Footprint(layout=layout, placed=placed, slots=held, traffic=traffic)
 
 
 def _placed(
@@ -303,13 +320,15 @@ def _data_parallel(
 ) -> list[Traffic]:
     trained = [each for each in placed if each.trained]
     grads = sum(each.bytes_of(each.part) for each in trained)
+    averaging = [axis for axis in LOSS_AXES if axis not in axes.apart()]
+    over = "gradient" if axes.apart() else "loss"
     if fsdp is None:
-        if ranks_along(degrees, LOSS_AXES) == 1:
-            return []
+        if ranks_along(degrees, averaging) == 1:
+            return [] if ranks_along(degrees, LOSS_AXES) == 1 else [_report()]
         ddp = next((axis for axis in axes.axes if isinstance(axis, Ddp)), Ddp())
         count = _buckets(trained, *ddp.bucket_sizes(grads))
         return [
-            Traffic(axis="loss", kind="all_reduce", count=count, size=grads, per="step", what="gradients"),
+            Traffic(axis=over, kind="all_reduce", count=count, size=grads, per="step", what="gradients"),
             _report(),
         ]
     whole = sum(each.bytes_of(each.part) for each in trained if each.dim is None)
@@ -328,7 +347,7 @@ def _data_parallel(
             size=sum(each.bytes_of(each.cut) for each in placed if each.trained),
         ),
     ]  # fmt: skip
-    if degrees.get("dp_replicate", 1) > 1:
+    if degrees.get("dp_replicate", 1) > 1 and "dp_replicate" in averaging:
         rows.append(
             Traffic(
                 axis="dp_replicate", kind="all_reduce", count=len(units), size=grads - whole, per="step",
@@ -337,7 +356,7 @@ def _data_parallel(
         )  # fmt: skip
     if whole:
         what = "the gradients of whole parameters"
-        rows.append(Traffic(axis="loss", kind="all_reduce", count=1, size=whole, per="step", what=what))
+        rows.append(Traffic(axis=over, kind="all_reduce", count=1, size=whole, per="step", what=what))
     return [*rows, _report()]
 
 

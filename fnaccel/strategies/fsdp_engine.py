@@ -179,7 +179,7 @@ def _shard(
     shards = mesh.shard_dim
     shared: Any = {
         # one replica has nobody to average with: on both axes FSDP2 would talk to itself
-        "mesh": mesh.shown[("dp_replicate", shards) if mesh.degrees.get("dp_replicate", 1) > 1 else shards],
+        "mesh": mesh.shown[shards if mesh.gradient_size == mesh["shard"].size else ("dp_replicate", shards)],
         "reshard_after_forward": options.reshard_after_forward,
         "ignored_params": ignored or None,
     }
@@ -410,7 +410,7 @@ def _syncer(host: Any, order: GatherOrder | None) -> Callable[[bool], contextlib
 
 
 def _averager(params: list[Any], mesh: Mesh) -> Callable[[], None]:
-    group = mesh.group("loss")
+    group = mesh.group("gradient")
 
     def average() -> None:
         if group is None:
@@ -421,7 +421,7 @@ def _averager(params: list[Any], mesh: Mesh) -> Callable[[], None]:
         reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
         flat = torch.cat([real.flatten() for real in reals])
         dist.all_reduce(flat, group=group)
-        flat /= mesh.loss_size
+        flat /= mesh.gradient_size
         parts = flat.split([real.numel() for real in reals])
         for param, grad, real, part in zip(params, grads, reals, parts, strict=True):
             real.copy_(part.view_as(real))

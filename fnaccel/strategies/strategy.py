@@ -31,6 +31,8 @@ class Axis:
         maker: the function that makes a strategy of it.
         runs_on: the kind of device that it is made for, "" for any.
         averages: whether the gradients of ranks that hold the same parameters are averaged, as the plan says.
+        weighting: by what ranks that train apart weigh their gradients. "rows": the mean weight of a rank, so
+            that the mean of all gradients is that of all rows. "replicas": their own weight.
         follows: for an axis that is not the library's, the mesh axis before it in the mesh. "" is the
             outermost place.
     """
@@ -39,6 +41,7 @@ class Axis:
     maker: ClassVar[str]
     runs_on: ClassVar[str] = ""
     averages: ClassVar[bool] = True
+    weighting: Any = "rows"
     follows: ClassVar[str] = ""
     degree: int
 
@@ -91,11 +94,17 @@ class Strategy:
         """For each mesh axis that is not the library's, the one after which it stands."""
         return {axis.mesh_axis: axis.follows for axis in self.axes if axis.mesh_axis not in (None, *AXES)}
 
+    def apart(self) -> tuple[str, ...]:
+        """The mesh axes whose ranks train apart, since no gradients are averaged over them."""
+        return tuple(axis.mesh_axis for axis in self.axes if not axis.averages)
+
     def capabilities(self) -> frozenset[Capability]:
         """Capabilities for transforms: those that all of its axes have."""
         if not self.axes:
             return frozenset(Capability)
-        return frozenset.intersection(*(axis.capabilities for axis in self.axes))
+        found = frozenset.intersection(*(axis.capabilities for axis in self.axes))
+        # in its graph a weight is that of all ranks
+        return found - {Capability.COMPILE_STEP} if self.apart() else found
 
     def __str__(self) -> str:
         return " * ".join(_text(axis) for axis in self.axes) or "local()"
@@ -109,11 +118,6 @@ def runtime_in(spec: Spec) -> str:
     """The name of a runtime in a product, which lays out models and averages by itself, or ""."""
     makers = [axis.maker for axis in spec.strategy.axes if axis.mesh_axis is None]
     return next(iter(makers), spec.runtime)
-
-
-def apart_in(strategy: Strategy) -> str:
-    """The name of an axis whose ranks train apart, since it averages no gradients, or ""."""
-    return next((axis.maker for axis in strategy.axes if not axis.averages), "")
 
 
 class Pairs(tuple[tuple[str, Any], ...]):
@@ -163,8 +167,15 @@ def maker(fn: Callable[P, Strategy]) -> Callable[P, Strategy]:
     return fn
 
 
-_LATE = ("context", "deepspeed", "tensor", "xla")
-"""Strategies whose folder is imported when a text names them."""
+_LATE = {
+    "context": "context",
+    "deepspeed": "deepspeed",
+    "diloco": "replicas",
+    "local_sgd": "replicas",
+    "tensor": "tensor",
+    "xla": "xla",
+}
+"""The folders of strategies that are imported when a text names them."""
 
 _ELSEWHERE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?=\s*\()")
 """`module:name` before a bracket, in the text of a strategy."""
@@ -254,7 +265,7 @@ def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strateg
     if name in PRESETS and not isinstance(node, ast.Call):
         return strategy(name)
     if name in _LATE:
-        _lazy.load(f"fnaccel.strategies.{name}")
+        _lazy.load(f"fnaccel.strategies.{_LATE[name]}")
     if name not in MAKERS:
         raise UnknownNameError(
             f"no strategy is called {name!r}",
@@ -262,7 +273,7 @@ def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strateg
             fix=nearest(name, {*MAKERS, *PRESETS, *_LATE}),
         )
     try:
-        args, options = _arguments(node) if isinstance(node, ast.Call) else ([], {})
+        args, options = arguments_of(node) if isinstance(node, ast.Call) else ([], {})
         product = MAKERS[name](*args, **options)
     except (ValueError, TypeError) as error:
         if isinstance(error, ArgumentError | UnknownNameError):
@@ -281,7 +292,8 @@ def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strateg
     return product
 
 
-def _arguments(call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
+def arguments_of(call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call whose text is read. Raises ValueError if one is no literal."""
     options = {keyword.arg: _argument(keyword.value) for keyword in call.keywords if keyword.arg is not None}
     return [_argument(node) for node in call.args], options
 
@@ -289,7 +301,7 @@ def _arguments(call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
 def _argument(node: ast.expr) -> Any:
     """A literal, or a call of one of `ARGUMENT_MAKERS` with literals."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ARGUMENT_MAKERS:
-        args, options = _arguments(node)
+        args, options = arguments_of(node)
         return ARGUMENT_MAKERS[node.func.id](*args, **options)
     return ast.literal_eval(node)
 

@@ -95,9 +95,9 @@ class Shards:
     ) -> None:
         self._axis = mesh["shard"]
         self._device = mesh.world.device
-        self._replicas = mesh.group("dp_replicate") if mesh.degrees.get("dp_replicate", 1) > 1 else None
+        self._replicas = None if mesh.gradient_size == self._axis.size else mesh.group("dp_replicate")
         self._reduce = reduce
-        self._ranks = mesh.loss_size
+        self._ranks = mesh.gradient_size
         self._units = units
         place = {piece.name: index for index, piece in enumerate(trained)}
         # the last units' gradients come first
@@ -108,7 +108,7 @@ class Shards:
         ]
         self._members = [unit for unit in members if unit]
         self._whole = [(place[piece.name], piece) for piece in trained if piece.dim is None]
-        self._loss_group = mesh.group("loss")
+        self._loss_group = mesh.group("gradient")
 
     def gather(self) -> dict[str, torch.Tensor]:
         """All parameters whole, by their hosted names. No gradient flows through this."""
@@ -253,7 +253,7 @@ class WholeLeaves:
 
     def _used_by_any(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
         """Which leaves have a gradient on some rank. An optimizer leaves the others alone."""
-        group = self._mesh.group("loss")
+        group = self._mesh.group("gradient")
         used = [grad is not None for grad in grads]
         if group is None:
             return used

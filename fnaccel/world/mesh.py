@@ -1,9 +1,10 @@
 """Axis arithmetic: from the degrees of a strategy and a number of ranks to a mesh of ranks.
 
-Axes are named as torchtitan names them. Four are derived. Rows are split over `batch`: `dp_replicate` and
-`dp_shard` together. With `cp`, along which ranks have parts of each sequence, they are `loss`: gradients are
-averaged, and totals and weights are added, over it. `dp_shard` and `cp` are `shard`, for parameters. With
-`tp`, along which parameters are cut, they are `model`: its ranks together hold the whole model, in parts.
+Axes are named as torchtitan names them. Five are derived. Rows are split over `batch`: `dp_replicate` and
+`dp_shard` together. With `cp`, along which ranks have parts of each sequence, they are `loss`: totals and
+weights are added over it. Gradients are averaged over `gradient`, which is `loss` but for axes whose ranks
+train apart. `dp_shard` and `cp` are `shard`, for parameters. With `tp`, along which parameters are cut, they
+are `model`: its ranks together hold the whole model, in parts.
 """
 
 from __future__ import annotations
@@ -37,8 +38,14 @@ SHARD_AXES = ("dp_shard", "cp")
 MODEL_AXES = (*SHARD_AXES, "tp")
 """The axes along which ranks may hold different parts of the model."""
 
-DERIVED = {"batch": BATCH_AXES, "loss": LOSS_AXES, "shard": SHARD_AXES, "model": MODEL_AXES}
-"""Names that stand for several axes together."""
+DERIVED = {
+    "batch": BATCH_AXES,
+    "loss": LOSS_AXES,
+    "gradient": LOSS_AXES,
+    "shard": SHARD_AXES,
+    "model": MODEL_AXES,
+}
+"""Names that stand for several axes together. "gradient" is without axes that train apart: `Mesh.axes_of`."""
 
 
 def resolve(degrees: Sequence[tuple[str, int]], size: int, described: str) -> dict[str, int]:
@@ -144,8 +151,10 @@ class Mesh:
             parameters are cut over `tp` first, and their parts are sharded. Ranks along `tp` are neighbours.
         shown: the DeviceMesh of the tensors in states: the same, with `dp_shard` and `cp` as one axis.
         model: the group of the derived axis `model`, if no other group is the same.
+        apart: the axes whose ranks train apart: their gradients are not averaged.
         batch_size: how many parts the rows of a batch are split in.
         loss_size: how many parts the loss is split in.
+        gradient_size: over how many ranks gradients are averaged.
 
     Example, on 2 ranks:
         >>> train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, "hsdp(2, 1)"), optimizer=fa.sgd(0.1))
@@ -158,6 +167,7 @@ class Mesh:
     device: Any = attrs.field(default=None, eq=False, repr=False)
     shown: Any = attrs.field(default=None, eq=False, repr=False)
     model: dist.ProcessGroup | None = attrs.field(default=None, eq=False, repr=False)
+    apart: tuple[str, ...] = ()
     batch_size: int = attrs.field(
         default=attrs.Factory(lambda mesh: ranks_along(mesh.degrees, BATCH_AXES), takes_self=True),
         init=False,
@@ -165,6 +175,13 @@ class Mesh:
     )
     loss_size: int = attrs.field(
         default=attrs.Factory(lambda mesh: ranks_along(mesh.degrees, LOSS_AXES), takes_self=True),
+        init=False,
+        repr=False,
+    )
+    gradient_size: int = attrs.field(
+        default=attrs.Factory(
+            lambda mesh: ranks_along(mesh.degrees, mesh.axes_of("gradient")), takes_self=True
+        ),
         init=False,
         repr=False,
     )
@@ -189,6 +206,16 @@ class Mesh:
         """Whether several ranks compute parts of the loss of one row, as along `cp`."""
         return self.loss_size != self.batch_size
 
+    @property
+    def replicas_apart(self) -> bool:
+        """Whether there are several replicas, which train apart."""
+        return self.gradient_size != self.loss_size
+
+    def axes_of(self, axis: str) -> tuple[str, ...] | None:
+        """The axes that a derived name stands for. None if it is none."""
+        axes = DERIVED.get(axis)
+        return tuple(x for x in axes if x not in self.apart) if axis == "gradient" and axes else axes
+
     def _rank(self, axes: Sequence[str]) -> int:
         rank = 0
         if self.world.size == 1:
@@ -206,7 +233,7 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> MeshAxis:
         """One axis (or `"batch"`, or `"loss"`), for `fa.gather(x, over=train_step.mesh["dp_shard"])`."""
-        group, derived = self.group(axis), DERIVED.get(axis)
+        group, derived = self.group(axis), self.axes_of(axis)
         return MeshAxis(
             name=axis,
             size=self.degrees[axis] if derived is None else ranks_along(self.degrees, derived),
@@ -222,10 +249,10 @@ class Mesh:
         Raises:
             AxisProductError: there is no such axis.
         """
-        derived = DERIVED.get(axis)
+        if axis in DERIVED and self.world.size == 1:  # at once, since each step asks
+            return None
+        derived = self.axes_of(axis)
         if derived is not None:
-            if self.world.size == 1:  # at once, since each step asks
-                return None
             size = ranks_along(self.degrees, derived)
             if size == 1:
                 return None
@@ -249,13 +276,19 @@ class Mesh:
         return None if self.degrees[axis] == 1 else self.device.get_group(axis)
 
 
-def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] | None = None) -> Mesh:
+def build(
+    world: World,
+    degrees: Mapping[str, int],
+    follows: Mapping[str, str] | None = None,
+    apart: tuple[str, ...] = (),
+) -> Mesh:
     """Lay the ranks of `world` out over axes, ordered as `AXES`, outermost first.
 
     Args:
         world: the ranks.
         degrees: the number of ranks along each axis.
         follows: for each axis outside `AXES`, the axis before it, or "" for the outermost.
+        apart: the axes whose ranks train apart.
 
     Raises:
         AxisProductError: an axis that is none of `AXES` and follows none.
@@ -278,10 +311,12 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
         )
     ordered = {name: degrees[name] for name in order if name in degrees}
     if not ordered:
-        return Mesh(world=world, degrees={})
+        return Mesh(world=world, degrees={}, apart=apart)
     ensure_group(world)
     laid = _shared_layout(world, ordered)
-    return Mesh(world=world, degrees=ordered, device=laid.device, shown=laid.shown, model=laid.model)
+    return Mesh(
+        world=world, degrees=ordered, device=laid.device, shown=laid.shown, model=laid.model, apart=apart
+    )
 
 
 @attrs.frozen

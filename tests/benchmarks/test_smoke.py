@@ -22,6 +22,8 @@ SCOPES = ("fnaccel, scope loss", "fnaccel, scope block", "fnaccel, eager")
 CALLS = ("Accelerate", "Lightning Fabric", "torch.distributed, a call per leaf")
 CUT = ("parallelize_module by hand", "parallelize_module by hand, AdamW's default", "fnaccel, ddp")
 BARE = ("bare fa.scan",)
+APART = ("local_sgd(2, every=16)", "diloco(2, every=16)")
+LEARNING = (*APART, "diloco(2, every=16, outer='sgd(0.7, momentum=0.5, nesterov=True)')")
 ROWS = {
     "step_overhead": {
         "eager step, tiny MLP, with loader, clip, schedule": (HAND, FUSED, "Accelerate", "Lightning Fabric"),
@@ -99,6 +101,12 @@ ROWS = {
         ),
         BARE,
     ),
+    "replicas": {
+        **{f"{name}: training loss, the last 32 of 32 steps": ("ddp",) for name in (*LEARNING, "no average at all")},
+        **{f"{name}: bytes that a rank sends in a step": ("ddp",) for name in (*LEARNING, "no average at all")},
+        **{f"{name}: held-out loss after 32 steps": ("ddp",) for name in LEARNING},
+        **{f"{name}: step over 10 Mbit/s": ("ddp",) for name in APART},
+    },
     "offload": {f"forward, {what} page cache, 2 layers, 2 MB on the disk": ("Accelerate",) for what in ("1 token, warm", "64 tokens, warm", "1 token, cold")},
     "load": {f"{what} 3 MB of safetensors to the CPU, bfloat16": ("Accelerate",) for what in ("load", "load and first forward,", "peak memory,")},
     "jax_step": {
@@ -115,12 +123,10 @@ def run(script, into):
     return done.stdout
 
 
-JAX = pytest.mark.environment(".venv-jax/.jax")
+MARKS = {"jax_step": pytest.mark.environment(".venv-jax/.jax"), "replicas": pytest.mark.netns}
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=JAX) if name == "jax_step" else name for name in ROWS]
-)
+@pytest.mark.parametrize("script", [pytest.param(name, marks=MARKS.get(name, ())) for name in ROWS])
 def test_a_benchmark_has_its_rows(script, tmp_path):
     printed = run(script, tmp_path / f"{script}.json")
     rows = tables.read(tmp_path)[script].rows

@@ -32,8 +32,8 @@ CHANGES = {
 ONE_RANK = ("accumulate", "attention", "bf16", "compile", "cpu", "ema", "fp16", "gpu", "mac", "window")
 TWO_RANKS = (
     "checkpoints", "compile_blocks", "cpu_ranks", "ddp", "fp8_torchao", "fsdp", "fsdp_by_class", "fsdp_by_size",
-    "fsdp_cpu_offload", "fsdp_large_model", "fsdp_no_split", "fsdp_zero2", "hook_bf16", "hook_powersgd", "machines",
-    "muon", "remat", "schedule_in_epochs", "tracking",
+    "fsdp_cpu_offload", "fsdp_large_model", "fsdp_no_split", "fsdp_zero2", "hook_bf16", "hook_powersgd", "local_sgd",
+    "machines", "muon", "remat", "schedule_in_epochs", "tracking",
 )  # fmt: skip
 FOUR_RANKS = ("context", "hybrid", "tensor")
 DEEPSPEED = ("deepspeed_file", "deepspeed_offload", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")

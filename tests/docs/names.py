@@ -41,7 +41,7 @@ THEIRS = {
     # of other tools
     "config.json", "generation_config.json", "adapter_config.json", "pytorch_model_fsdp_0/", "fnaccel-job.sh",
     "weight_map.index.json", "model.safetensors.index.fp16.json",
-    "params.yaml", "manifest.json", "local_sgd.py", "megatron_lm_gpt_pretraining.py", "examples/config_yaml_templates",
+    "params.yaml", "manifest.json", "megatron_lm_gpt_pretraining.py", "examples/config_yaml_templates",
     # written by a run
     "results/quick.json",
 }  # fmt: skip

@@ -15,7 +15,7 @@ import fnaccel as fa
 from fnaccel.errors import ArgumentError, CapabilityError, CheckpointError, Preempted
 from fnaccel.extend import Hooks, Strategy, construct, finisher, maker, place, whole_engine
 from tests.extend import page
-from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
+from tests.tiny_models import Net, batch_of, loss_fn, program, whole, whole_params
 
 LOCAL_SGD = "extending_page:local_sgd(2, every=3)"
 
@@ -233,14 +233,14 @@ def of_parts(every, next_whole, after=lambda updated: updated.own):
     return Strategy((Parts(-1, every),))
 
 
-def refused_parts(next_whole, after, step):
-    train_step = program(step, strategy=of_parts(3, next_whole, after))
+def refused_parts(next_whole, after):
+    train_step = program(loss_fn, strategy=of_parts(3, next_whole, after))
     state = train_step.init(seed=0)
     state, _ = train_step(state, rows(0, train_step.mesh.batch_rank))
     fa.save("never", state)
 
 
-def said(next_whole=None, after=None, skips=False):
+def said(next_whole=None, after=None):
     """The error of an axis of these parts, by names: functions of a module can't be sent to ranks."""
     steps = {
         "none": None,
@@ -254,7 +254,7 @@ def said(next_whole=None, after=None, skips=False):
         "None": lambda u: None,
     }[after]
     try:
-        refused_parts(steps[next_whole], after, fa.skip_nonfinite(loss_fn) if skips else loss_fn)
+        refused_parts(steps[next_whole], after)
     except fa.errors.FnaccelError as error:
         return str(error)
     return "nothing"
@@ -268,12 +268,26 @@ def said(next_whole=None, after=None, skips=False):
         ({"next_whole": "back"}, "next_whole(1) returned 0"),
         ({"next_whole": "each", "after": "key"}, "the state of axis 'parts' changed: m was absent"),
         ({"next_whole": "each", "after": "None"}, "the state of axis 'parts' changed"),
-        ({"next_whole": "each", "skips": True}, "would leave out updates of its own"),
     ],
 )
 def test_what_an_axis_whose_ranks_train_apart_may_not_do(pools, options, text):
     for found in pools.run(2, said, **options):
         assert text in found
+
+
+def skipping(steps):
+    """The number of updates after each step. Rank 1 leaves out the first one."""
+    train_step = program(fa.skip_nonfinite(loss_fn), strategy=LOCAL_SGD)
+    state, updates = train_step.init(seed=0), []
+    for step in range(steps):
+        x, y = rows(step, rank := train_step.mesh.batch_rank)
+        state, _ = train_step(state, (x * float("nan") if rank and not step else x, y))
+        updates.append(int(state.updates))
+    return updates
+
+
+def test_a_rank_leaves_out_updates_by_itself_and_counts_agree_at_an_average(pools):
+    assert pools.run(2, skipping, 4) == [[1, 2, 3, 4], [0, 1, 3, 4]]
 
 
 def saved_alone(folder):
@@ -284,3 +298,22 @@ def saved_alone(folder):
 
 def test_one_rank_alone_holds_the_same_at_each_step(pools, tmp_path):
     assert pools.run(1, saved_alone, tmp_path) == ["step-0000000001"]
+
+
+def ragged(strategy, steps):
+    """Parameters, and slots of this rank, after steps of uneven rows."""
+    train_step = program(loss_fn, strategy=strategy, optimizer=fa.sgd(0.05, momentum=0.9))
+    state = train_step.init(seed=0)
+    for step in range(steps):
+        rank = train_step.mesh.batch_rank
+        state, _ = train_step(state, batch_of(2 + rank, seed=10 * step + rank))
+    found = whole_params(state), {path: whole(value) for path, value in fa.tree.items(state.opt)}
+    train_step.close()
+    return found
+
+
+def test_an_axis_around_fsdp_is_local_sgd_of_sharded_replicas(pools):
+    found = pools.run(4, ragged, "extending_page:apart(2, every=3) * fsdp(2)", 6)
+    wanted = pools.run(4, ragged, "local_sgd(2, every=3, weighting='rows') * fsdp(2)", 6)
+    for one, other in zip(found, wanted, strict=True):
+        assert all(fa.tree.allclose(a, b, rtol=0, atol=1e-7) for a, b in zip(one, other, strict=True))

@@ -23,7 +23,7 @@ MUTANTS = [
     ),
     Mutant(
         "weights known ahead are those of one rank", "engine/totals.py",
-        "dist.all_reduce(total, group=self._group)", "pass", (PARTS, "-k", "one_loss and -2-weigh"),
+        "dist.all_reduce(total, group=group)", "pass", (PARTS, "-k", "one_loss and -2-weigh"),
     ),
     Mutant(
         "a norm that counts copies of a parameter", "engine/gradients.py", "self._square(grads) / copies if copies > 1 else", "",
@@ -47,7 +47,7 @@ MUTANTS = [
     ),
     Mutant(
         "ddp averages over the batch axis alone", "strategies/ddp.py",
-        'process_group=mesh.group("loss")', 'process_group=mesh.group("batch")', (PARTS, "-k", "one_loss and ddp and 4-nothing"),
+        'process_group=mesh.group("gradient")', 'process_group=mesh.group("batch")', (PARTS, "-k", "one_loss and ddp and 4-nothing"),
     ),
     Mutant(
         "norms of parts", "engine/engine.py", 'return self.mesh["model"] if', "return None if",
@@ -58,7 +58,7 @@ MUTANTS = [
         ("tests/transforms/test_own_values.py", "-k", "recorded and 2-fsdp and eager"),
     ),
     Mutant(
-        "gradients divided by the parts of the rows", "engine/passes.py", "ranks = engine.layout.mesh.loss_size",
+        "gradients divided by the parts of the rows", "engine/passes.py", "ranks = engine.layout.mesh.gradient_size",
         "ranks = engine.layout.mesh.batch_size",
         (PARTS, "-k", "one_loss and fsdp and 4-nothing"),
     ),
@@ -87,7 +87,7 @@ MUTANTS = [
         "if apart:", ("tests/checkpoint/test_faults.py", "-k", "state_of_a_transform and ddp"),
     ),
     Mutant(
-        "a loop that saves what ranks don't share", "loop/autosave.py", "and not self._whole(state)", "and False",
+        "a loop that saves what ranks don't share", "loop/autosave.py", "if not self._whole(state) and (due", "if False and (due",
         ("tests/extend/test_axis_with_a_state.py", "-k", "waits_for_the_next"),
     ),
     Mutant(

@@ -95,8 +95,8 @@ MUTANTS = [
         "multiplier = _ranks_over_weight(engine, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
     ),
     Mutant(
-        "rounds of a mean of means", "engine/passes.py", "multiplier = multiplier_of(engine, totals.weight,",
-        "multiplier = multiplier_of(engine, totals.weight * (1 if len(self._micro_batches) == 1 else 1.001),",
+        "rounds of a mean of means", "engine/passes.py", "multiplier = multiplier_of(engine, weight,",
+        "multiplier = multiplier_of(engine, weight * (1 if len(self._micro_batches) == 1 else 1.001),",
         (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(

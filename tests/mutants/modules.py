@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks see the gradient of the mean of ranks", "engine/passes.py",
-        "loss_size / unseen", "loss_size",
+        "gradient_size / unseen", "gradient_size",
         (TRAPS, "-k", "module and hooks and ddp-eager"),
     ),
     Mutant(

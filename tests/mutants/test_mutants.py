@@ -22,6 +22,7 @@ from tests.mutants import (
     optim,
     pure,
     quantize,
+    replicas,
     seeing,
     tensor,
     tracking,
@@ -48,6 +49,7 @@ MUTANTS = [
     *optim.MUTANTS,
     *pure.MUTANTS,
     *estimate.MUTANTS,
+    *replicas.MUTANTS,
 ]  # fmt: skip
 
 

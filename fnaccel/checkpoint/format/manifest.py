@@ -55,12 +55,13 @@ class Piece:
 
 @attrs.frozen
 class Stored:
-    """A tensor in a checkpoint: its path, dtype, global shape and pieces."""
+    """A tensor in a checkpoint: its path, dtype, global shape and pieces. `others` is averaged with it."""
 
     path: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    others: tuple[Stored, ...] = ()
 
     def __str__(self) -> str:
         return f"{name_of(self.dtype)} {list(self.shape)}"

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 from torch import nn
 
+from fnaccel.checkpoint import stored_states
 from fnaccel.checkpoint.disk import publish as commit
 from fnaccel.checkpoint.disk.finding import open_checkpoint
 from fnaccel.checkpoint.format.found import Found, Source, read_all, unescaped
@@ -37,7 +38,7 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
     """
     directory, manifest = open_checkpoint(path, step, f"reading {path}", stack)
     chosen = directory.path
-    root = decode(manifest.tree, manifest.reader(f"reading {chosen}"))
+    root = decode(manifest.tree, stored_states.reader(manifest, f"reading {chosen}", None, speaks=True))
     tree: Mapping[str, Any] = _sections(root)
     reader = _Reader(stack.enter_context(Files(directory)))
     params, buffers = (reader.flat(tree.get(part)) for part in ("params", "buffers"))
@@ -101,7 +102,7 @@ class _Reader:
             stored.shape,
             lambda box, out: self.files.read([Request(stored, box, out)]),
             check=lambda box: self.files.check([(stored, box)]),
-            view=(lambda: self.files.view(stored)) if len(stored.pieces) == 1 else None,
+            view=(lambda: self.files.view(stored)) if len(stored.pieces) == 1 and not stored.others else None,
         )
 
     def count(self, value: Tree) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 import attrs
 
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest
-from fnaccel.extend import Axis, Built, Mesh, Spec, Strategy, Traffic, maker
+from fnaccel.extend import Axis, Built, Mesh, Spec, Strategy, Traffic, check_degree, maker, runtime_in
 from fnaccel.strategies.context.attention import attention_over, check_modules
 from fnaccel.strategies.context.huggingface import prepare_models
 from fnaccel.strategies.context.leaves import as_dims, cut_leaves
@@ -18,7 +18,7 @@ from fnaccel.strategies.context.order import Chunks
 from fnaccel.strategies.context.ring import register_ring
 from fnaccel.strategies.context.split import Split
 from fnaccel.strategies.context.weights import check_weight, weighs_tokens
-from fnaccel.strategies.strategy import Pairs, check_degree, runtime_in
+from fnaccel.strategies.strategy import Pairs
 from fnaccel.tree import Tree
 
 Method = Literal["gather", "ring", "heads"]

@@ -11,9 +11,21 @@ from torch import nn
 
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError, CapabilityError, nearest
-from fnaccel.extend import Axis, Built, Cut, Mesh, MeshAxis, Spec, Strategy, Traffic, maker
+from fnaccel.extend import (
+    Axis,
+    Built,
+    Cut,
+    Mesh,
+    MeshAxis,
+    Spec,
+    Strategy,
+    Traffic,
+    check_degree,
+    maker,
+    runtime_in,
+)
 from fnaccel.models.building import mark_cut, share_first_values
-from fnaccel.strategies.strategy import Pairs, check_degree, runtime_in
+from fnaccel.strategies.strategy import Pairs
 from fnaccel.strategies.tensor.plans import READY, Plan, check_ends, plan_for
 from fnaccel.strategies.tensor.region import Region
 from fnaccel.strategies.tensor.styles import ENDS, STYLES, Layer, cuts_of, divisors, parse, part_of, patch

@@ -1,0 +1,138 @@
+"""Deliberate bugs of replicas that train apart: values of one replica, or of none, in the place of all."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "tests/strategies/replicas"
+TRAINING, CHECKPOINTS, STOPS = (f"{FOLDER}/test_{name}.py" for name in ("training", "checkpoints", "stops"))
+BOUNDARY = "strategies/replicas/boundary.py"
+
+MUTANTS = (
+    Mutant(
+        "replicas: the anchor of a checkpoint is not taken",
+        "checkpoint/restoring.py",
+        "fresh=not has_axis_state(like, stored)",
+        "fresh=True",
+        (STOPS, "-k", "asked_to_stop and diloco"),
+    ),
+    Mutant(
+        "replicas: the anchor of a state is left alone",
+        "strategies/replicas/outer.py",
+        '            _copy(leaf.shard, own["anchor"][name])\n',
+        "",
+        (CHECKPOINTS, "-k", "adopted and diloco"),
+    ),
+    Mutant(
+        "replicas: the outer slots of a state are left alone",
+        "strategies/replicas/outer.py",
+        '                _copy(_torch.local_of(value), own["slots"][name][slot])\n',
+        "                pass\n",
+        (CHECKPOINTS, "-k", "adopted and diloco"),
+    ),
+    Mutant(
+        "replicas: the slots of the first replica are saved for all",
+        "checkpoint/stored_states.py",
+        'return f"{ROOT}/{self.number}/{path}" if self.number and id(value) in self._own else path',
+        "return path",
+        (CHECKPOINTS, "-k", "to_the_bit"),
+    ),
+    Mutant(
+        "replicas: the slots of the first replica are restored for all",
+        "checkpoint/stored_states.py",
+        "return found[replica.number]",
+        "return found[0]",
+        (CHECKPOINTS, "-k", "to_the_bit"),
+    ),
+    Mutant(
+        "replicas: another number of them takes the slots of the first",
+        "checkpoint/stored_states.py",
+        "others=tuple(found[1:]))",
+        "others=())",
+        (CHECKPOINTS, "-k", "mean_of_slots"),
+    ),
+    Mutant(
+        "replicas: between two averages parameters of the first are saved for all",
+        "checkpoint/stored_states.py",
+        '_ALL = ("params", "buffers", ',
+        '_ALL = ("buffers", ',
+        (STOPS, "-k", "asked_to_stop"),
+    ),
+    Mutant(
+        "replicas: buffers of whole numbers are averaged",
+        BOUNDARY,
+        "dist.all_reduce(whole, dist.ReduceOp.MAX, group=self._group)",
+        "dist.all_reduce(whole, group=self._group)",
+        (TRAINING, "-k", "buffers"),
+    ),
+    Mutant(
+        "replicas: buffers stay each replica's own",
+        BOUNDARY,
+        "        self._mean.of_buffers(tree.leaves(updated.buffers))\n",
+        "",
+        (TRAINING, "-k", "buffers"),
+    ),
+    Mutant(
+        "replicas: averages of with_ema stay each replica's own",
+        BOUNDARY,
+        "self._mean.of(_tensors(updated.ema))",
+        "pass",
+        (TRAINING, "-k", "buffers"),
+    ),
+    Mutant(
+        "replicas: the outer update takes each replica's own change",
+        BOUNDARY,
+        '            self._mean.of(changes, torch.bfloat16 if self._axis.send == "bfloat16" else None)\n',
+        "",
+        (TRAINING, "-k", "diloco"),
+    ),
+    Mutant(
+        "replicas: the first steps do not average",
+        "strategies/replicas/record.py",
+        "if step <= self.warmup:",
+        "if step < 0:",
+        (TRAINING, "-k", "first_steps"),
+    ),
+    Mutant(
+        "replicas: each weighs its gradients by the rows of all",
+        "engine/totals.py",
+        'self.averaged_weight = self._added(own, self._apart.group("gradient"))',
+        "self.averaged_weight = self.weight",
+        (TRAINING, "-k", "one_loop"),
+    ),
+    Mutant(
+        "replicas: metrics are those of one",
+        "engine/totals.py",
+        "self._group = group",
+        'self._group = group if apart is None else apart.group("gradient")',
+        (TRAINING, "-k", "one_loop and ragged"),
+    ),
+    Mutant(
+        "replicas: an update that one left out counts for all",
+        "engine/left_out.py",
+        "return count.to(updates.dtype) if isinstance(updates, torch.Tensor) else int(count)",
+        "return updates",
+        (TRAINING, "-k", "leaves_out"),
+    ),
+    Mutant(
+        "replicas: a loss scale stays each one's own",
+        "engine/left_out.py",
+        "scale[name].copy_(found * sign)",
+        "pass",
+        (TRAINING, "-k", "loss_scale"),
+    ),
+    Mutant(
+        "replicas: an anchor stays where parameters were before a restore",
+        "program/state_owner.py",
+        "if fresh and instance.engine.hooks.init is not None:",
+        "if False:",
+        (CHECKPOINTS, "-k", "restored_alone"),
+    ),
+    Mutant(
+        "replicas: FSDP2 averages over them",
+        "strategies/fsdp_engine.py",
+        'mesh.shown[shards if mesh.gradient_size == mesh["shard"].size else ("dp_replicate", shards)]',
+        'mesh.shown[("dp_replicate", shards) if mesh.degrees.get("dp_replicate", 1) > 1 else shards]',
+        (TRAINING, "-k", "one_loop and fsdp and even"),
+    ),
+)
