@@ -32,11 +32,12 @@ def describe(state: Tree, ranks: int) -> dict[str, Any]:
         with contextlib.suppress(UnleasedStateError):
             owner = lease_of(state, "fa.save").owner
             facts["plan"] = str(owner.plan)
-            if owner.instance.learned.source is not None:
-                facts["data"] = dict(owner.instance.learned.source)
-            facts["transient_buffers"] = owner.instance.transient()
-            if owner.instance.engine.hooks.init is not None:
-                facts["axis_state"] = owner.instance.engine.name
+            instance = owner.instance
+            if instance.learned.source is not None:
+                facts["data"] = dict(instance.learned.source)
+            facts["transient_buffers"] = instance.transient()
+            if instance.engine.hooks.init is not None:
+                facts["axis_state"] = instance.engine.name
     return facts
 
 

@@ -31,6 +31,7 @@ from fnaccel.checkpoint.hooks import Registered
 from fnaccel.checkpoint.machines import check_present, common_steps
 from fnaccel.checkpoint.matching import match
 from fnaccel.checkpoint.reading import Files
+from fnaccel.checkpoint.saving import states_in
 from fnaccel.checkpoint.selection import is_complete, select
 from fnaccel.checkpoint.stored_states import fitted, has_axis_state, reader
 from fnaccel.collectives import gather_objects
@@ -211,9 +212,13 @@ def _read(
         reading.verify(directory, described, there[world.local_rank :: world.local_size])
     elif chosen.verify:
         reading.verify(directory, described, sorted(described.files)[world.rank :: world.size])
-    stored = decode(
-        described.tree, reader(described, f"{_WHERE} of {directory.path}", chosen.like, speaks=world.is_main)
-    )
+    where = f"{_WHERE} of {directory.path}"
+    if "replicas" in described.written_by:
+        first = next(iter(states_in(chosen.like)), None)
+        read = reader(described, where, first, speaks=world.is_main)
+    else:
+        read = described.reader(where)
+    stored = decode(described.tree, read)
     if isinstance(stored, TrainState) and "ranks" in described.written_by:
         world.saved_by[stored.data.epoch, stored.data.samples] = described.written_by
     stored = fitted(chosen.like, stored, described.written_by)
@@ -328,7 +333,7 @@ class _Restorer:
             like,
             lambda target: self.fill(target, stored, extras[0], in_place=True),
             complete=complete,
-            fresh=not has_axis_state(like, stored),
+            fresh=bool(like.transforms) and not has_axis_state(like, stored),
         )
 
     def refuse_late(self, like: TrainState, stored: TrainState) -> None:

@@ -18,7 +18,7 @@ from fnaccel.checkpoint.background import Background, Saving
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.format.values import encode
-from fnaccel.checkpoint.stored_states import states_in
+from fnaccel.checkpoint.stored_states import ALL, Replica
 from fnaccel.checkpoint.writing import Hold, Writing
 from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.shard import HandReads
@@ -140,38 +140,46 @@ def save_async(
     )
 
 
-def check_same_on_ranks(states: Sequence[TrainState], where: str, *, between: bool = False) -> None:
+def check_same_on_ranks(states: Sequence[TrainState], where: str, *, between: bool = False) -> Replica | None:
     """See that ranks hold the same values, where they might not. All ranks call it.
 
     A checkpoint and an export take values that all ranks hold from one of them. The states of transforms are
     compared always, all values if an axis of a user lets ranks train apart.
 
+    Args:
+        states: the states.
+        where: the public function, for messages.
+        between: whether it keeps the values of each replica, also between two averages.
+
+    Returns:
+        The replica of this rank, if replicas train apart and their own values can be kept.
+
     Raises:
         CheckpointError: they don't at this step; or not even at a step at which `Layout.next_whole` says so.
     """
+    replica: Replica | None = None
     for state in states:
         try:
             layout = lease_of(state, where).owner.instance.engine.layout
         except UnleasedStateError:  # a snapshot
             continue
-        apart = layout.next_whole is not None
-        if between and apart and layout.of_replicas is not None:
-            apart = layout.whole_from(state.step) == state.step
-        if apart and (same_at := layout.whole_from(state.step)) != state.step:
+        apart, own = layout.next_whole is not None, layout.of_replicas
+        same_at = layout.whole_from(state.step) if apart else state.step
+        if same_at != state.step and (own is None or not between):
+            fix = f"train on to step {same_at}, after which all ranks hold the same"
             raise CheckpointError(
                 f"after step {state.step} each rank holds values of its own, and one rank's would be kept",
                 where=where,
-                fix=f"train on to step {same_at}, after which all ranks hold the same"
-                + (
-                    ""
-                    if layout.of_replicas is None
-                    else "; or fa.save(between=True), which keeps all of them"
-                ),
+                fix=fix if own is None else f"{fix}; or fa.save(between=True), which keeps all of them",
             )
-        if apart or state.transforms:
-            own = layout.of_replicas or ()
-            compared = [name for name in _TREES if name not in own] if apart else ["transforms"]
-            _compare(state, compared, layout, where)
+        whole = apart and same_at == state.step
+        if own is not None:
+            replica = replica or Replica(layout.mesh)
+            replica.add([getattr(state, name) for name in (own if whole else ALL)])
+        if whole or state.transforms:
+            names = [name for name in _TREES if name not in (own or ())] if whole else ["transforms"]
+            _compare(state, names, layout, where)
+    return replica
 
 
 def _compare(state: TrainState, names: Sequence[str], layout: Layout, where: str) -> None:
@@ -251,6 +259,17 @@ def _digest(name: str, value: Tree, where: str, compared: Collection[str]) -> tu
     return kinds, plain + checksum([x.reshape(-1)[:: 1 + x.nbytes // _SAMPLED] for x in tensors])
 
 
+def states_in(saved: Tree) -> list[TrainState]:
+    """All states in a tree."""
+    if isinstance(saved, TrainState):
+        return [saved]
+    try:
+        leaves = tree.leaves(saved, is_leaf=lambda node: isinstance(node, TrainState))
+    except RecursionError:  # a tree that contains itself: the save says where
+        return []
+    return [leaf for leaf in leaves if isinstance(leaf, TrainState)]
+
+
 def _warn_of_no_position(states: Sequence[TrainState], world: World, where: str) -> None:
     """Warn once if a state was trained on batches of `fa.shard`, and its position is still the beginning.
 
@@ -312,7 +331,7 @@ def _begun(
 ) -> Writing:
     """A save that is ready to run, once the one before it has ended."""
     states = states_in(state)
-    check_same_on_ranks(states, where, between=between)
+    replica = check_same_on_ranks(states, where, between=between)
     root = local_path(directory, where)
     retention.check(where)
     world.resource(Background).settle()
@@ -322,5 +341,5 @@ def _begun(
     # absolute: a thread may write after the script has changed its directory
     writing = Writing(root.absolute(), retention, world, where, each_machine=each_machine)
     with no_collection():
-        writing.begin(state, step, metadata, hold=hold)
+        writing.begin(state, step, metadata, replica=replica, hold=hold)
     return writing

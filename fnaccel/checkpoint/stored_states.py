@@ -26,7 +26,7 @@ from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
 ROOT = "replicas"
-_ALL = ("params", "buffers", "opt", "scale", "ema", "updates")
+ALL = ("params", "buffers", "opt", "scale", "ema", "updates")
 """Between two averages replicas differ in these. An axis has a state that they share."""
 _LATER = re.compile(r"(.+)\.\d+")
 _LOG = logging.getLogger("fnaccel")
@@ -40,45 +40,25 @@ def engine_of(state: Tree) -> Engine | None:
         return None
 
 
-def states_in(saved: Tree) -> list[TrainState]:
-    """All states in a tree."""
-    if isinstance(saved, TrainState):
-        return [saved]
-    try:
-        leaves = tree.leaves(saved, is_leaf=lambda node: isinstance(node, TrainState))
-    except RecursionError:  # a tree that contains itself: the save says where
-        return []
-    return [leaf for leaf in leaves if isinstance(leaf, TrainState)]
-
-
 class Replica:
     """The replica of this rank, and the tensors of a state that replicas hold values of their own of.
 
     Args:
         mesh: of the train step.
-        values: these tensors.
+
+    Attributes:
+        count, number: how many replicas there are, and which of them this rank is in.
     """
 
-    def __init__(self, mesh: Mesh, values: Tree = ()) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self.count = mesh.loss_size // mesh.gradient_size
         self.number = mesh.loss_rank // mesh.gradient_size
         self._mesh = mesh
-        self._own = {id(leaf) for leaf in tree.leaves(values)}
+        self._own: set[int] = set()
 
-    @classmethod
-    def of(cls, saved: Tree) -> Replica | None:
-        """That of the live states in a tree. None if replicas do not train apart."""
-        meshes: list[Mesh] = []
-        values: list[Tree] = []
-        for state in states_in(saved):
-            engine = engine_of(state)
-            if engine is not None and engine.layout.mesh.replicas_apart:
-                meshes.append(engine.layout.mesh)
-                same = engine.layout.whole_from(state.step) == state.step
-                values += [
-                    getattr(state, name) for name in (engine.layout.of_replicas or () if same else _ALL)
-                ]
-        return cls(meshes[0], values) if meshes else None
+    def add(self, values: Tree) -> None:
+        """Keep the tensors of a tree for each replica."""
+        self._own.update(id(leaf) for leaf in tree.leaves(values))
 
     def place(self, path: str, value: torch.Tensor) -> str:
         """The path at which this rank's values of a tensor are stored."""
@@ -98,10 +78,11 @@ def reader(described: Manifest, where: str, like: Tree, *, speaks: bool) -> Call
     Args:
         described: the manifest.
         where: for messages.
-        like: the tree to restore into.
+        like: a state to restore into, or None.
         speaks: whether this rank logs that values are averaged.
     """
-    read, replica = described.reader(where), Replica.of(like)
+    read, engine = described.reader(where), engine_of(like)
+    replica = None if engine is None else Replica(engine.layout.mesh)
     told: list[str] = []
 
     def of_replica(path: str) -> Stored:
@@ -135,6 +116,8 @@ def fitted(like: Tree, stored: Tree, written_by: Mapping[str, Any]) -> Tree:
         written_by: of the manifest.
     """
     if not (isinstance(like, TrainState) and isinstance(stored, TrainState)):
+        return stored
+    if not (like.transforms or stored.transforms):
         return stored
     engine, saved = engine_of(like), dict(stored.transforms)
     gone = written_by.get("axis_state")

@@ -88,11 +88,20 @@ class Writing:
         self._staged: Path | None = None
         self._number = 0
 
-    def begin(self, state: Tree, step: int | None, metadata: Tree, *, hold: Hold | None = None) -> None:
+    def begin(
+        self,
+        state: Tree,
+        step: int | None,
+        metadata: Tree,
+        *,
+        replica: stored_states.Replica | None = None,
+        hold: Hold | None = None,
+    ) -> None:
         """Choose the parts to write, and make the directory. Only `hold` reads a tensor.
 
         Args:
             state, step, metadata: see `fa.save`.
+            replica: this rank's, if replicas hold values of their own.
             hold: replaces this rank's parts by copies, if training goes on during the save.
 
         Raises:
@@ -104,7 +113,7 @@ class Writing:
         number = together(self._world, self._where, numbered)[0] if machines.several else None
 
         def prepare() -> _Ready:
-            ready = self._choose_parts(state, metadata)
+            ready = self._choose_parts(state, metadata, replica)
             if hold is not None:
                 self.parts = hold(self.parts)
             if not machines.leads:
@@ -178,16 +187,16 @@ class Writing:
                         durable.remove(self._staged)
                 raise
 
-    def _choose_parts(self, state: Tree, metadata: Tree) -> _Ready:
+    def _choose_parts(self, state: Tree, metadata: Tree, replica: stored_states.Replica | None) -> _Ready:
         """Choose the parts that this rank writes. Its random streams go to another rank if it has no file."""
         tree, notes = encode(state, self._where), _encoded_metadata(metadata, self._where)
         self.parts, self._paths = {}, {}
         # the tensors themselves are not kept: a state may be donated while it is written
         self._tensors = {path: _stored(path, value) for path, value in tree.tensors.items()}
-        replica = stored_states.Replica.of(state)
         for path, value in tree.tensors.items():
             place = path if replica is None else replica.place(path, value)
-            self._tensors.setdefault(place, _stored(place, value))
+            if place != path:
+                self._tensors[place] = _stored(place, value)
             for number, part in enumerate(self._machines.parts_of(value)):
                 writes = part.writes if replica is None or place == path else replica.writes(value)
                 if writes and part.box.numel:
@@ -196,6 +205,8 @@ class Writing:
         self._tree, self._metadata = tree.structure, notes.structure
         # one rank writes it, so the other ranks do not format the plan or walk the modules
         self._written_by = provenance.describe(state, self._world.size) if self._machines.leads else {}
+        if replica is not None and replica.count > 1:
+            self._written_by["replicas"] = replica.count
         captured = random_streams.capture(self._world.device) if tree.has_state else {}
         if not self.parts:
             return _Ready(streams=captured)

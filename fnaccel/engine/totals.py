@@ -200,7 +200,9 @@ class Totals:
             self.hear(vector[2:head])
         elif self._questions:
             self.hear(None)
-        if self._apart is None or self._by_rows:
+        if self._apart is None:
+            self.averaged_weight = self.weight
+        elif self._by_rows:
             self._weigh_replica(None)
         for question in self._questions:
             question.check()

@@ -12,7 +12,7 @@ MUTANTS = (
     Mutant(
         "replicas: the anchor of a checkpoint is not taken",
         "checkpoint/restoring.py",
-        "fresh=not has_axis_state(like, stored)",
+        "fresh=bool(like.transforms) and not has_axis_state(like, stored)",
         "fresh=True",
         (STOPS, "-k", "asked_to_stop and diloco"),
     ),
@@ -54,8 +54,8 @@ MUTANTS = (
     Mutant(
         "replicas: between two averages parameters of the first are saved for all",
         "checkpoint/stored_states.py",
-        '_ALL = ("params", "buffers", ',
-        '_ALL = ("buffers", ',
+        'ALL = ("params", "buffers", ',
+        'ALL = ("buffers", ',
         (STOPS, "-k", "asked_to_stop"),
     ),
     Mutant(

@@ -110,6 +110,7 @@ PRODUCTS = [
     ("fsdp(2) * context(2, method='ring')", 4, {"remat": True}),
     ("ddp(2) * context(2)", 4, {"clip": 0.1, "accumulate": 2}),
     ("hsdp(1, 2) * context(2)", 4, {}),
+    ("local_sgd(2, every=1, weighting='rows') * context(2)", 4, {"weigh": True}),
     (f"{fa.tensor(2, PLAN)} * context(2)", 4, {"clip": 0.1, "accumulate": 2}),
     (f"fsdp(2) * {fa.tensor(2, PLAN)} * context(2)", 8, {"clip": 0.1}),
 ]
