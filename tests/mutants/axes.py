@@ -75,7 +75,7 @@ MUTANTS = [
         ("tests/parity/test_regather.py", "-k", "activations"),
     ),
     Mutant(
-        "a save between two averages", "checkpoint/saving.py", ") != state.step:", ") < 0:",
+        "a save between two averages", "checkpoint/saving.py", "if same_at != state.step and (", "if False and (",
         ("tests/extend/test_axis_with_a_state.py", "-k", "between_two_averages and save"),
     ),
     Mutant(
@@ -83,8 +83,8 @@ MUTANTS = [
         "False", ("tests/extend/test_axis_with_a_state.py", "-k", "forgets_to_average"),
     ),
     Mutant(
-        "a transform's state of one rank in the place of all", "checkpoint/saving.py", "if apart or state.transforms:",
-        "if apart:", ("tests/checkpoint/test_faults.py", "-k", "state_of_a_transform and ddp"),
+        "a transform's state of one rank in the place of all", "checkpoint/saving.py", "if whole or state.transforms:",
+        "if whole:", ("tests/checkpoint/test_faults.py", "-k", "state_of_a_transform and ddp"),
     ),
     Mutant(
         "a loop that saves what ranks don't share", "loop/autosave.py", "if not self._whole(state) and (due", "if False and (due",
