@@ -215,7 +215,8 @@ def _read(
     where = f"{_WHERE} of {directory.path}"
     if "replicas" in described.written_by:
         first = next(iter(states_in(chosen.like)), None)
-        read = reader(described, where, first, speaks=world.is_main)
+        nested = not isinstance(chosen.like, TrainState)
+        read = reader(described, where, first, nested=nested, partly=chosen.partly, speaks=world.is_main)
     else:
         read = described.reader(where)
     stored = decode(described.tree, read)

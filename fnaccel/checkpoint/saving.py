@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fnaccel import tree
@@ -26,6 +27,7 @@ from fnaccel.engine.engine import Layout
 from fnaccel.engine.same_rows import checksum
 from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.state import Position, TrainState, lease_of
+from fnaccel.strategies.strategy import MAKERS
 from fnaccel.texts import first_of, ranks_of
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
@@ -160,9 +162,11 @@ def check_same_on_ranks(states: Sequence[TrainState], where: str, *, between: bo
     replica: Replica | None = None
     for state in states:
         try:
-            layout = lease_of(state, where).owner.instance.engine.layout
+            instance = lease_of(state, where).owner.instance
         except UnleasedStateError:  # a snapshot
+            _refuse_axis_state(state, where)
             continue
+        layout = instance.engine.layout
         apart, own = layout.next_whole is not None, layout.of_replicas
         same_at = layout.whole_from(state.step) if apart else state.step
         if same_at != state.step and (own is None or not between):
@@ -178,15 +182,29 @@ def check_same_on_ranks(states: Sequence[TrainState], where: str, *, between: bo
             replica.add([getattr(state, name) for name in (own if whole else ALL)])
         if whole or state.transforms:
             names = [name for name in _TREES if name not in (own or ())] if whole else ["transforms"]
-            _compare(state, names, layout, where)
+            _compare(state, names, layout, where, instance.transient() if whole else ())
     return replica
 
 
-def _compare(state: TrainState, names: Sequence[str], layout: Layout, where: str) -> None:
-    """Compare the trees of these names between ranks by their checksums."""
-    found = gather_objects(
-        {name: _checksum(getattr(state, name)) for name in names}, over=layout.mesh["loss"]
-    )
+def _refuse_axis_state(state: TrainState, where: str) -> None:
+    """Raise CheckpointError for a snapshot of replicas that train apart: it holds the values of one."""
+    axes = [name for name in state.transforms if name in MAKERS]
+    if axes and dist.is_initialized() and dist.get_world_size() > 1:
+        raise CheckpointError(
+            f"a snapshot under {axes[0]} holds the values of this rank's replica, and others have their own",
+            where=where,
+            fix="save the live state, or adopt the snapshot first: state = train_step.adopt(snapshot)",
+        )
+
+
+def _compare(
+    state: TrainState, names: Sequence[str], layout: Layout, where: str, made_anew: Collection[str]
+) -> None:
+    """Compare the trees of these names between ranks by their checksums, but for buffers made anew."""
+    trees = {name: getattr(state, name) for name in names}
+    if made_anew and "buffers" in trees:
+        trees["buffers"] = [x for path, x in tree.items(state.buffers) if path not in made_anew]
+    found = gather_objects({name: _checksum(x) for name, x in trees.items()}, over=layout.mesh["loss"])
     for name in names:
         other = [rank for rank, sums in enumerate(found) if sums[name] != found[0][name]]
         if other:

@@ -72,32 +72,46 @@ class Replica:
         return not any(self._mesh.shown.get_local_rank(n) for n in copies if n not in self._mesh.apart)
 
 
-def reader(described: Manifest, where: str, like: Tree, *, speaks: bool) -> Callable[[str], Stored]:
-    """A function that returns the tensor at a path: of this rank's replica, or what replicas average to.
+def reader(
+    described: Manifest, where: str, like: TrainState | None, *, nested: bool, partly: bool, speaks: bool
+) -> Callable[[str], Stored]:
+    """A function that returns the tensor at a path: of this rank's replica, or the mean over replicas.
+
+    A replica takes its own slots if the run has as many replicas that keep theirs. It takes all its own
+    values, from between two averages, if the run has the same axis, is between two averages at that step, and
+    reads all.
 
     Args:
         described: the manifest.
         where: for messages.
         like: a state to restore into, or None.
-        speaks: whether this rank logs that values are averaged.
+        nested: whether it lies within a tree.
+        partly: whether some paths are left alone.
+        speaks: whether this rank logs that a mean is read.
     """
     read, engine = described.reader(where), engine_of(like)
-    replica = None if engine is None else Replica(engine.layout.mesh)
+    layout = None if engine is None else engine.layout
+    replica = None if layout is None else Replica(layout.mesh)
+    step = described.step
+    goes_on = (
+        layout is not None and engine is not None and described.written_by.get("axis_state") == engine.name
+    )
+    goes_on = goes_on and not partly and layout is not None and layout.whole_from(step) != step
+    own_slots = layout is not None and "opt" in (layout.of_replicas or ())
     told: list[str] = []
 
     def of_replica(path: str) -> Stored:
         found = [read(path)]
         while (name := f"{ROOT}/{len(found)}/{path}") in described.tensors:
             found.append(described.tensors[name])
-        if replica is not None and replica.count == len(found):
+        slot = path.split("/")[int(nested)] == "opt"
+        own = goes_on or (slot and own_slots)
+        if own and replica is not None and replica.count == len(found):
             return found[replica.number]
         if len(found) > 1 and speaks and not told:
             told.append(path)
-            _LOG.warning(
-                "the checkpoint holds %s of %d replicas: this run goes on with the mean over them",
-                "optimizer slots" if path.startswith("opt/") else "parameters and optimizer slots",
-                len(found),
-            )
+            what = "optimizer slots" if slot else "parameters and optimizer slots"
+            _LOG.warning("the checkpoint holds %s of %d replicas: their mean is read", what, len(found))
         return attrs.evolve(found[0], others=tuple(found[1:]))
 
     return of_replica

@@ -50,13 +50,23 @@ class LeftOut:
 
 
 def agree_counts(
-    updates: Scalar, scale: dict[str, torch.Tensor] | None, group: Any, device: torch.device
+    updates: Scalar,
+    scale: dict[str, torch.Tensor] | None,
+    skips: SkippedUpdates,
+    group: Any,
+    device: torch.device,
 ) -> Any:
-    """The largest count of updates of ranks that trained apart. Their loss scale becomes the smallest one."""
-    values = [updates] if scale is None else [updates, -scale["scale"], -scale["growth"], scale["weight"]]
+    """The largest count of updates of ranks that trained apart, and of updates skipped in a row.
+
+    Their loss scale becomes the smallest one.
+    """
+    values: list[Any] = [updates, skips.in_a_row]
+    if scale is not None:
+        values += [-scale["scale"], -scale["growth"], scale["weight"]]
     vector = packed(values, device)
     dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
-    count, *others = unpacked(vector, [()] * len(values))
+    count, in_a_row, *others = unpacked(vector, [()] * len(values))
+    skips.in_a_row = int(in_a_row)
     if scale is not None:
         for name, found, sign in zip(("scale", "growth", "weight"), others, (-1, -1, 1), strict=True):
             scale[name].copy_(found * sign)
@@ -69,12 +79,15 @@ class SkippedUpdates:
     Args:
         limit: how many skipped updates in a row are an error. None for any number.
         speaks: whether this rank warns.
+
+    Attributes:
+        in_a_row: how many were skipped in a row.
     """
 
     def __init__(self, limit: int | None, *, speaks: bool = True) -> None:
         self._limit = limit
         self._speaks = speaks
-        self._in_a_row = 0
+        self.in_a_row = 0
         self._waiting: deque[HostCopy] = deque()
 
     def put(self, skip: torch.Tensor) -> None:
@@ -84,8 +97,8 @@ class SkippedUpdates:
             self._count(bool(self._waiting.popleft().read()))
 
     def _count(self, skipped: bool) -> None:
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if self._in_a_row == WARN_AFTER and self._speaks:
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if self.in_a_row == WARN_AFTER and self._speaks:
             warnings.warn(
                 f"{WARN_AFTER} updates in a row were skipped: no gradient was finite",
                 RuntimeWarning,
@@ -94,9 +107,9 @@ class SkippedUpdates:
 
     def check(self) -> None:
         """Raise NonfiniteError if too many updates were skipped in a row. The count begins again."""
-        if self._limit is None or self._in_a_row < self._limit:
+        if self._limit is None or self.in_a_row < self._limit:
             return
-        count, self._in_a_row = self._in_a_row, 0
+        count, self.in_a_row = self.in_a_row, 0
         raise NonfiniteError(
             f"{count} updates in a row were skipped: no gradient was finite",
             where="train_step(state, batch)",

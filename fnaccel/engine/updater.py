@@ -219,6 +219,10 @@ class Updater:
                 stacklevel=2,
             )
 
+    def pass_over(self) -> None:
+        """Note an update that counts without a gradient, since this replica had no rows."""
+        self._absent = set() if self._absent is None else self._absent
+
     def refuse_late(self, kept: Collection[str], updates: int, where: str) -> None:
         """Raise ArgumentError if first slots would go on at a later update, and their rule reads its number.
 

@@ -47,7 +47,7 @@ from fnaccel.state import (
     scale_of,
     state_of,
 )
-from fnaccel.step.loss import Scalar
+from fnaccel.step.loss import Scalar, is_uncounted
 from fnaccel.step.spec import Spec
 from fnaccel.tree import Tree
 from fnaccel.world.random_streams import generators_of
@@ -278,7 +278,8 @@ class Instance:
             self.same_rows.check(state.data.epoch, cut)
         if self.meter is not None:
             self.meter.check()
-        self.skips.check()
+        if self._apart is None or self.engine.layout.whole_from(state.step) == state.step:
+            self.skips.check()
         if cut.batch is not None:
             learned.source = cut.batch.source
         if self.same_position is not None:
@@ -380,9 +381,6 @@ class Instance:
                 own = self.engine.hooks.after_update(after)
             if own is not None or name in transforms:
                 keep_state(transforms, name, own, "axis")
-        updates = left_out.counted(updates)
-        if self._apart is not None and self.engine.layout.whole_from(step + 1) == step + 1:
-            updates = agree_counts(updates, scale, self._group, self._device)
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
         if left_out.uncounted is True:
@@ -390,6 +388,12 @@ class Instance:
         elif left_out.skip is not None:
             metrics["skipped"] = left_out.skip
             self.skips.put(left_out.nonfinite)
+        updates = left_out.counted(updates)
+        if self._apart is not None and left_out.uncounted is True and not is_uncounted(metrics["weight"]):
+            updates = updates + 1  # a replica without rows keeps in step with the others
+            self.updater.pass_over()
+        if self._apart is not None and self.engine.layout.whole_from(step + 1) == step + 1:
+            updates = agree_counts(updates, scale, self.skips, self._group, self._device)
         return updates
 
     def _not_ready(self) -> CapabilityError:

@@ -68,7 +68,7 @@ MUTANTS = (
     Mutant(
         "replicas: buffers stay each replica's own",
         BOUNDARY,
-        "        self._mean.of_buffers(tree.leaves(updated.buffers))\n",
+        "        self._mean.of_buffers([x for path, x in tree.items(updated.buffers) if path not in self._made_anew])\n",
         "",
         (TRAINING, "-k", "buffers"),
     ),

@@ -38,7 +38,8 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
     """
     directory, manifest = open_checkpoint(path, step, f"reading {path}", stack)
     chosen = directory.path
-    root = decode(manifest.tree, stored_states.reader(manifest, f"reading {chosen}", None, speaks=True))
+    read = stored_states.reader(manifest, f"reading {chosen}", None, nested=False, partly=False, speaks=True)
+    root = decode(manifest.tree, read)
     tree: Mapping[str, Any] = _sections(root)
     reader = _Reader(stack.enter_context(Files(directory)))
     params, buffers = (reader.flat(tree.get(part)) for part in ("params", "buffers"))

@@ -31,7 +31,7 @@ def build_replicas(build: Build, axis: Replicas) -> tuple[Engine, Built]:
             share_first_values(built, all_ranks, mesh.world.device)
 
     engine, built = engine_without(axis, attrs.evolve(build, prepare=prepare))
-    boundary = Boundary(axis, engine)
+    boundary = Boundary(axis, engine, built)
     hooks = attrs.evolve(engine.hooks, init=boundary.first, after_update=boundary)
     of_replicas = ("opt",) if axis.slots == "local" else ()
     layout = attrs.evolve(engine.layout, next_whole=axis.next_whole, of_replicas=of_replicas)
@@ -44,13 +44,19 @@ class Boundary:
     Args:
         axis: the options.
         engine: of one replica.
+        built: its modules.
     """
 
-    def __init__(self, axis: Replicas, engine: Engine) -> None:
+    def __init__(self, axis: Replicas, engine: Engine, built: Built) -> None:
         self._axis = axis
         self._params = [leaf.shard for leaf in engine.layout.leaves]
         self._mean = Mean(engine.layout.mesh.group("dp_replicate") if engine.layout.mesh.degrees else None)
         self._leaves = engine.layout.leaves
+        self._made_anew = {  # buffers that modules make themselves, whose sizes may depend on rows
+            name if key is None else f"{key}/{name}"
+            for key, root in built.modules.items()
+            for name in _torch.transient_buffers(root)
+        }
         self._outer: Outer | None = None
 
     def first(self) -> Tree:
@@ -65,7 +71,7 @@ class Boundary:
         own: Any = updated.own
         if self._axis.next_whole(updated.step) != updated.step:
             return own
-        self._mean.of_buffers(tree.leaves(updated.buffers))
+        self._mean.of_buffers([x for path, x in tree.items(updated.buffers) if path not in self._made_anew])
         if updated.ema is not None:
             self._mean.of(_tensors(updated.ema))
         if self._axis.slots == "average":
@@ -122,9 +128,10 @@ class Mean:
         """The mean of floating-point buffers. Of others, such as counts, the largest value."""
         # in float64 the mean of equal values is that value, for any number of replicas
         wide = torch.float32 if any(x.device.type == "mps" for x in tensors) else torch.float64
+        tensors = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
         self._average([x for x in tensors if x.is_floating_point()], wide)
         for tensor in tensors if self._group is not None else ():
-            if not (tensor.is_floating_point() or tensor.is_complex()):
+            if not tensor.is_floating_point():
                 whole = tensor.to(torch.int64)
                 dist.all_reduce(whole, dist.ReduceOp.MAX, group=self._group)
                 tensor.copy_(whole)

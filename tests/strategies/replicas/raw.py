@@ -50,6 +50,10 @@ def replicas_by_hand(
     count = len(batches(0))
     models = [copy.deepcopy(anchor) for _ in range(count)]
     rules = [optimizer(model.parameters()) for model in models]
+    for rule in rules:
+        for param in (param for group in rule.param_groups for param in group["params"]):
+            zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+            rule.state[param] = {"step": torch.zeros(()), **zeros}
     moves = None if outer is None else outer(anchor.parameters())
     losses = []
     for step in range(steps):
@@ -57,7 +61,9 @@ def replicas_by_hand(
         for model, rule, batch in zip(models, rules, batches(step), strict=True):
             loss = loss_fn(model, batch)
             totals, weights = totals + loss.total.item(), weights + loss.weight.item()
-            if float(loss.weight) == 0:
+            if float(loss.weight) == 0:  # it keeps in step with the others
+                for state in rule.state.values():
+                    state["step"] += 1
                 continue
             rule.zero_grad()
             (loss.total / loss.weight).backward()
@@ -82,10 +88,9 @@ def replicas_by_hand(
                 param.data.copy_(target.detach())
         for params in zip(*(model.parameters() for model in models), strict=True):
             states = [rule.state[param] for rule, param in zip(rules, params, strict=True)]
-            updates = max(state["step"] for state in states if state)
+            updates = max(state["step"] for state in states)
             for state in states:
-                if state:
-                    state["step"] = updates.clone()  # a replica may have left one out
+                state["step"] = updates.clone()  # a replica may have left one out
             if average_slots:
                 for name in ("exp_avg", "exp_avg_sq"):
                     mean = sum(state[name] for state in states) / count

@@ -125,3 +125,86 @@ def test_a_checkpoint_between_two_averages_is_adopted_as_the_mean(pools, tmp_pat
     found = load_file(tmp_path / "hf" / "model.safetensors")
     for name, value in params.items():
         assert torch.allclose(found[name], (value + others[name]) / 2, rtol=1e-6, atol=0), name
+
+
+def crossed(strategy, folder, only):
+    """Parameters of a run that takes values from between two averages, at once and after its next average."""
+    train_step = program(fa.skip_nonfinite(loss_fn), strategy=strategy, optimizer=fa.adamw(0.02))
+    state = fa.restore(folder, like=train_step.init(seed=1), only=only)
+    first = everything(state)[0]
+    inner = train_step.mesh.batch_rank
+    while state.step % 12 or not state.step:
+        state, _ = train_step(state, batch_of(4, seed=10 * state.step + inner))
+    fa.save(folder.with_name("after"), state)  # which compares all values
+    found = first, everything(state)[0]
+    train_step.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("saved", "strategy", "only"),
+    [
+        ("local_sgd(2, every=4)", "diloco(2, every=4)", None),
+        ("diloco(2, every=4)", "local_sgd(2, every=4)", None),
+        ("diloco(2, every=4)", "diloco(2, every=4)", "params"),
+        ("local_sgd(2, every=4)", "local_sgd(2, every=3)", None),  # 6 is between two averages, or none
+    ],
+)
+def test_values_of_each_replica_go_to_the_run_that_they_are_of(pools, tmp_path, saved, strategy, only):
+    folder = tmp_path / "run"
+    stopped = pools.run(2, scanned, saved, folder, None, 5, every=100)
+    assert {at for *_, at in stopped} == {6}
+    params, others = (state[0] for _, state, _ in stopped)
+    (one, end), (other, other_end) = pools.run(2, crossed, strategy, folder, only)
+    assert equal(one, other)
+    assert equal(end, other_end)
+    for name, value in one.items():
+        assert torch.allclose(value, (params[name] + others[name]) / 2, rtol=1e-6, atol=0), name
+
+
+def of_a_snapshot(folder):
+    train_step = program(loss_fn, strategy="local_sgd(2, every=3)", optimizer=fa.adamw(0.02))
+    with pytest.raises(fa.errors.CheckpointError, match="the values of this rank's replica"):
+        fa.save(folder, fa.snapshot(train_step.init()))
+    train_step.close()
+
+
+def test_a_snapshot_of_one_replica_is_not_saved_for_all(pools, tmp_path):
+    pools.run(2, of_a_snapshot, tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def without_rows(folder, steps):
+    """A loop whose last batch of an epoch leaves rank 1 without rows, stopped between two averages."""
+    train_step = program(loss_fn, strategy="local_sgd(2, every=4)", optimizer=fa.adamw(0.02))
+    state = fa.resume_or_init(folder, train_step, seed=0)
+    shards = fa.shard(DataLoader(TensorDataset(*batch_of(11)), batch_size=2))
+    for state, _ in fa.scan(train_step, state, shards, steps=steps, save=fa.Autosave(folder)):
+        pass
+    found = everything(state), state.updates
+    train_step.close()
+    return found
+
+
+def test_a_replica_without_rows_resumes_with_the_same_bits(pools, tmp_path):
+    expected = pools.run(2, without_rows, tmp_path / "a", 8)
+    pools.run(2, without_rows, tmp_path / "b", 7)
+    found = pools.run(2, without_rows, tmp_path / "b", 8)
+    for (state, updates), (wanted, counted) in zip(found, expected, strict=True):
+        assert updates == counted == 8
+        assert equal(state, wanted)
+
+
+def never_finite(steps):
+    train_step = program(fa.skip_nonfinite(loss_fn, max_skipped=3), strategy="local_sgd(2, every=4)")
+    state = train_step.init(seed=0)
+    for step in range(steps):
+        x, y = batch_of(4, seed=step)
+        state, _ = train_step(state, (x * float("nan") if train_step.mesh.batch_rank else x, y))
+    return state.step
+
+
+def test_a_replica_that_is_never_finite_ends_all_ranks_at_the_next_average(pools):
+    assert pools.run(2, never_finite, 4) == [4, 4]
+    with pytest.raises(fa.errors.NonfiniteError, match="4 updates in a row"):
+        pools.run(2, never_finite, 5)

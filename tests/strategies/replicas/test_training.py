@@ -255,3 +255,35 @@ def compiled_block(step):
 
 def compiled_loss(step):
     return fa.compile(step, scope="loss", backend="aot_eager")
+
+
+class Grown(torch.nn.Module):
+    """Its cache has a row for each of the batch: another size on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Linear(3, 1)
+        self.register_buffer("turns", torch.ones(1, dtype=torch.complex64))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        self.cache = torch.arange(float(len(x)))
+        self.turns = self.turns * (1 + 1j * len(x))
+        return self.out(x)
+
+
+def grown(folder):
+    train_step = program(loss_fn, strategy="local_sgd(2, every=2)", optimizer=fa.sgd(0.1), model=Grown)
+    state, turns = train_step.init(seed=0), 1
+    for number in range(2):
+        batch = rows("ragged", number, train_step.mesh.batch_rank)
+        turns *= 1 + 1j * len(batch[0])
+        state, _ = train_step(state, batch)
+    fa.save(folder, state)
+    return turns, state.buffers["turns"].item(), len(state.buffers["cache"])
+
+
+def test_caches_stay_each_ranks_own_and_complex_buffers_become_means(pools, tmp_path):
+    (one, found, size), (other, also, other_size) = pools.run(2, grown, tmp_path)
+    assert found == also == pytest.approx((one + other) / 2, rel=1e-6)
+    assert size != other_size
