@@ -129,6 +129,27 @@ MUTANTS = (
         (CHECKPOINTS, "-k", "restored_alone"),
     ),
     Mutant(
+        "replicas: values of each go to any run with as many",
+        "checkpoint/stored_states.py",
+        "own = goes_on or (slot and own_slots)",
+        "own = True",
+        (STOPS, "-k", "that_they_are_of"),
+    ),
+    Mutant(
+        "replicas: a snapshot of one is saved for all",
+        "checkpoint/saving.py",
+        "            _refuse_axis_state(state, where)\n",
+        "",
+        (STOPS, "-k", "snapshot"),
+    ),
+    Mutant(
+        "replicas: one without rows falls behind",
+        "program/instance.py",
+        "updates = updates + 1  # a replica",
+        "pass  # a replica",
+        (TRAINING, "-k", "one_loop and without"),
+    ),
+    Mutant(
         "replicas: FSDP2 averages over them",
         "strategies/fsdp_engine.py",
         'mesh.shown[shards if mesh.gradient_size == mesh["shard"].size else ("dp_replicate", shards)]',
