@@ -278,7 +278,8 @@ class Instance:
             self.same_rows.check(state.data.epoch, cut)
         if self.meter is not None:
             self.meter.check()
-        if self._apart is None or self.engine.layout.whole_from(state.step) == state.step:
+        apart = self._apart is not None and self.skips.in_a_row  # replicas agree on it when they average
+        if not apart or self.engine.layout.whole_from(state.step) == state.step:
             self.skips.check()
         if cut.batch is not None:
             learned.source = cut.batch.source
