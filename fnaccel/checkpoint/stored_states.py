@@ -90,21 +90,19 @@ def reader(
         speaks: whether this rank logs that a mean is read.
     """
     read, engine = described.reader(where), engine_of(like)
-    layout = None if engine is None else engine.layout
-    replica = None if layout is None else Replica(layout.mesh)
-    step = described.step
-    goes_on = (
-        layout is not None and engine is not None and described.written_by.get("axis_state") == engine.name
-    )
-    goes_on = goes_on and not partly and layout is not None and layout.whole_from(step) != step
-    own_slots = layout is not None and "opt" in (layout.of_replicas or ())
+    replica, goes_on, own_slots = None, False, False
+    if engine is not None:
+        replica, step = Replica(engine.layout.mesh), described.step
+        same_axis = described.written_by.get("axis_state") == engine.name
+        goes_on = same_axis and not partly and engine.layout.whole_from(step) != step
+        own_slots = "opt" in (engine.layout.of_replicas or ())
     told: list[str] = []
 
     def of_replica(path: str) -> Stored:
         found = [read(path)]
         while (name := f"{ROOT}/{len(found)}/{path}") in described.tensors:
             found.append(described.tensors[name])
-        slot = path.split("/")[int(nested)] == "opt"
+        slot = (path.partition("/")[2] if nested else path).startswith("opt/")
         own = goes_on or (slot and own_slots)
         if own and replica is not None and replica.count == len(found):
             return found[replica.number]

@@ -390,10 +390,12 @@ class Instance:
             metrics["skipped"] = left_out.skip
             self.skips.put(left_out.nonfinite)
         updates = left_out.counted(updates)
-        if self._apart is not None and left_out.uncounted is True and not is_uncounted(metrics["weight"]):
+        if self._apart is None:
+            return updates
+        if left_out.uncounted is True and not is_uncounted(metrics["weight"]):
             updates = updates + 1  # a replica without rows keeps in step with the others
             self.updater.pass_over()
-        if self._apart is not None and self.engine.layout.whole_from(step + 1) == step + 1:
+        if self.engine.layout.whole_from(step + 1) == step + 1:
             updates = agree_counts(updates, scale, self.skips, self._group, self._device)
         return updates
 
@@ -447,12 +449,7 @@ class Instance:
 
     def transient(self) -> list[str]:
         """The names of buffers that modules make themselves and don't save."""
-        pairs = [
-            (key, name)
-            for key, root in self._built.modules.items()
-            for name in _torch.transient_buffers(root)
-        ]
-        return [name if key is None else f"{key}/{name}" for key, name in pairs]
+        return self._built.transient_buffers()
 
     def _move_scale(self, scale: dict[str, torch.Tensor], skip: torch.Tensor, weight: Scalar) -> None:
         """Grow or shrink the loss scale in place, and keep the weight for the next step."""

@@ -52,11 +52,7 @@ class Boundary:
         self._params = [leaf.shard for leaf in engine.layout.leaves]
         self._mean = Mean(engine.layout.mesh.group("dp_replicate") if engine.layout.mesh.degrees else None)
         self._leaves = engine.layout.leaves
-        self._made_anew = {  # buffers that modules make themselves, whose sizes may depend on rows
-            name if key is None else f"{key}/{name}"
-            for key, root in built.modules.items()
-            for name in _torch.transient_buffers(root)
-        }
+        self._made_anew = frozenset(built.transient_buffers())  # their sizes may depend on rows
         self._outer: Outer | None = None
 
     def first(self) -> Tree:
@@ -79,14 +75,14 @@ class Boundary:
         if self._outer is None:
             self._mean.of(self._params)
             return {"averages": own["averages"] + 1}
-        return self._outer_step(self._outer, own, warm=updated.step > self._axis.warmup)
+        return self._outer_step(self._outer, own, warmed_up=updated.step > self._axis.warmup)
 
-    def _outer_step(self, outer: Outer, own: Any, *, warm: bool) -> Tree:
+    def _outer_step(self, outer: Outer, own: Any, *, warmed_up: bool) -> Tree:
         """The outer update, or while replicas warm up a mean that becomes the anchor."""
         assert isinstance(self._axis, Diloco)
         outer.take(own)
         updates = own["updates"]
-        if warm:
+        if warmed_up:
             changes = [a - p for a, p in zip(outer.anchor, self._params, strict=True)]
             self._mean.of(changes, torch.bfloat16 if self._axis.send == "bfloat16" else None)
             updates += 1

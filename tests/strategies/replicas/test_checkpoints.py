@@ -163,11 +163,13 @@ def both(folder, resume):
     """The slots of two models in one tree, saved or restored."""
     steps = [made("local_sgd(2, every=3)"), made("local_sgd(2, every=3, weighting='rows')")]
     states = {name: step.init(seed=0) for name, step in zip("ab", steps, strict=True)}
+    states["mark"] = torch.zeros(2)
     if resume:
         states = fa.restore(folder, like=states)
+        assert states.pop("mark").tolist() == [1, 2]
     else:
         states = {name: stepped(step, states[name], 3) for name, step in zip("ab", steps, strict=True)}
-        fa.save(folder, states)
+        fa.save(folder, {**states, "mark": torch.tensor([1.0, 2.0])})
     return [slots_of(state) for state in states.values()]
 
 
