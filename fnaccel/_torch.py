@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -340,10 +340,11 @@ def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | Non
     return module._parameters
 
 
-def transient_buffers(root: torch.nn.Module) -> list[str]:
-    """The names of buffers that a module does not save (`persistent=False`). (2.13)"""
+def transient_buffers(roots: Mapping[str | None, torch.nn.Module]) -> list[str]:
+    """The names of buffers that modules do not save (`persistent=False`), behind the model's key. (2.13)"""
     return [
-        f"{prefix}.{name}" if prefix else name
+        ("" if key is None else f"{key}/") + (f"{prefix}.{name}" if prefix else name)
+        for key, root in roots.items()
         for prefix, module in root.named_modules()
         for name in sorted(module._non_persistent_buffers_set)
     ]

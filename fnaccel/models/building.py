@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fnaccel import _torch
 from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, nearest
 from fnaccel.models.blocks import NamedUnits
 from fnaccel.models.constant_buffers import constant_weights
@@ -139,11 +138,6 @@ class Built:
                     continue
                 seen.add(id(value))
                 yield (name if key is None else f"{key}/{name}"), value
-
-    def transient_buffers(self) -> list[str]:
-        """The names of buffers that modules make themselves and don't save."""
-        pairs = [(key, name) for key, root in self.modules.items() for name in _torch.transient_buffers(root)]
-        return [name if key is None else f"{key}/{name}" for key, name in pairs]
 
 
 def construct(model: object, seed: int, *, empty: bool = False) -> Built:

@@ -95,7 +95,7 @@ class TrainedModules:
         saved: set[str] = set()
         for key, root in self._modules.items():
             names = {name for name, _ in root.named_buffers(remove_duplicate=False)}
-            names -= set(_torch.transient_buffers(root))
+            names -= set(_torch.transient_buffers({None: root}))
             saved |= names if key is None else {f"{key}/{name}" for name in names}
         return saved
 

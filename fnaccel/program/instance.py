@@ -449,7 +449,7 @@ class Instance:
 
     def transient(self) -> list[str]:
         """The names of buffers that modules make themselves and don't save."""
-        return self._built.transient_buffers()
+        return _torch.transient_buffers(self._built.modules)
 
     def _move_scale(self, scale: dict[str, torch.Tensor], skip: torch.Tensor, weight: Scalar) -> None:
         """Grow or shrink the loss scale in place, and keep the weight for the next step."""

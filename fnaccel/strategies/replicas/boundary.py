@@ -52,7 +52,7 @@ class Boundary:
         self._params = [leaf.shard for leaf in engine.layout.leaves]
         self._mean = Mean(engine.layout.mesh.group("dp_replicate") if engine.layout.mesh.degrees else None)
         self._leaves = engine.layout.leaves
-        self._made_anew = frozenset(built.transient_buffers())  # their sizes may depend on rows
+        self._made_anew = frozenset(_torch.transient_buffers(built.modules))  # their sizes may depend on rows
         self._outer: Outer | None = None
 
     def first(self) -> Tree:
