@@ -27,9 +27,24 @@ def _signed(value: int) -> int:
 
 
 _STEP = _signed(0x9E3779B97F4A7C15)
+_LOW = _STEP & ((1 << 31) - 1)
 _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 _FOLDS = _signed(0x666F6C645F696E21)
 """Sets keys that are folded apart from numbers that are drawn: without it they would be the same bits."""
+
+
+def _steps(number: torch.Tensor) -> torch.Tensor:
+    """`number * _STEP`, modulo 2**64.
+
+    Compiled code multiplies in parts that do not overflow. The overflow of a signed number is undefined in
+    C++, and gcc removes the end of a loop whose counter, multiplied, would overflow: inductor's kernels of
+    `torch.arange(n) * _STEP` for AVX2 then wrote past their result (torch 2.13, gcc 12).
+    """
+    if not torch.compiler.is_compiling():
+        return number * _STEP
+    part = (number & ((1 << 32) - 1)) * _LOW
+    rest = (part >> 31) + (number & ((1 << 32) - 1)) * (_STEP >> 31) + (number >> 32) * _signed(_STEP << 1)
+    return (rest << 31) | (part & ((1 << 31) - 1))
 
 
 def _mixed(value: torch.Tensor) -> torch.Tensor:
@@ -94,7 +109,7 @@ class Key:
                     where="key.fold_in(number)",
                     fix="fold in an int, or an int64 tensor such as info.rows",
                 )
-            counter: Any = (number.long() + 1) * _STEP
+            counter: Any = _steps(number.long() + 1)
         elif isinstance(number, int) and not isinstance(number, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             counter = _signed((number + 1) * _STEP)
         else:
@@ -272,7 +287,7 @@ def _words(key: Key, shape: Sequence[int]) -> torch.Tensor:
     bits = key.bits
     if len(shape) == 0:
         return _mixed(bits + _STEP)
-    places = torch.arange(1, math.prod(shape) + 1, device=bits.device) * _STEP
+    places = _steps(torch.arange(1, math.prod(shape) + 1, device=bits.device))
     return _mixed(bits.unsqueeze(-1) + places).view((*bits.shape, *shape))
 
 

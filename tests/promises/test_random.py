@@ -154,6 +154,29 @@ def test_it_is_mapped_and_compiled():
     assert torch.equal(compiled(x, keys), fa.random.dropout(x, 0.5, key=keys.fold_in(2)))
 
 
+def test_compiled_code_folds_any_number():
+    """It multiplies in parts, and each number has to come to the same 64 bits."""
+    ends = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 2]
+    numbers = torch.tensor([sign * end + near for end in ends for sign in (1, -1) for near in (-1, 0)])
+    key = fa.random.key(3)
+    compiled = torch.compile(lambda each: key.fold_in(each).bits, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(numbers), key.fold_in(numbers).bits)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [256, 512])
+def test_kernels_count_without_overflow(width):
+    """Vectors of 256 bits (AVX2) had other numbers, behind a loop that gcc had taken the end from."""
+
+    def drawn(key):
+        return fa.random.uniform(key, (12,), dtype=torch.float64), key.fold_in(torch.arange(20)).bits
+
+    key = fa.random.key(5)
+    with torch._inductor.config.patch({"cpp.simdlen": width}):
+        compiled = torch.compile(drawn, fullgraph=True)(key)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, drawn(key), strict=True))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
