@@ -17,7 +17,7 @@ from fnaccel import errors
 GROUPS = {
     "World": ["start", "World", "simulate", "notebook_launch", "debug_launch"],
     "Steps and programs": [
-        "train_step", "TrainStep", "scan", "Autosave", "Tracking", "Watch", "evaluate", "Step", "Transform", "Phase", "transforms.Capability", "transforms.Info", "program.plan.Plan",
+        "train_step", "TrainStep", "scan", "Autosave", "Evaluation", "Tracking", "Watch", "evaluate", "Step", "Transform", "Phase", "transforms.Capability", "transforms.Info", "program.plan.Plan",
         "program.compile_meter.Compilation", "fit_batch_size", "progress",
     ],
     "Preemption": ["preemption", "loop.preemption.Notice", "errors.Preempted"],
@@ -43,7 +43,7 @@ GROUPS = {
     ],
     "Data": ["shard", "set_seed", "data.Shards", "data.Batch", "data.Window", "data.Rows", "data.Shared", "data.register_batch", "data.rows_of", "data.cut"],
     "State and checkpoints": [
-        "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "checkpoint.latest", "checkpoint.checkpoints", "checkpoint.hooks", "checkpoint.Hooks",
+        "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "checkpoint.latest", "checkpoint.best", "checkpoint.checkpoints", "checkpoint.hooks", "checkpoint.Hooks",
         "checkpoint.save_on_main", "interchange.adopt", "interchange.export_hf", "interchange.gather_state_dict", "interchange.export_adapter",
     ],
     "Pytrees": [
@@ -80,7 +80,7 @@ CONSTRUCTORS = {
     "Nf4", "Fp4", "Int8", "Int8Weights", "Int4Weights",
     "DeviceMap",
     "Transform", "Mean", "Sum", "Concat", "LossInfo", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
-    "Autosave", "Tracking", "Watch",
+    "Autosave", "Evaluation", "Tracking", "Watch",
     "Throughput", "ReportTracker", "DataRecipe", "RunRecipe", "CheckpointRecipe", "TrackingRecipe", "LaunchRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
     "piecewise", "joined",
     "JsonlTracker", "AimTracker", "ClearMLTracker", "CometTracker", "DVCLiveTracker", "MLflowTracker", "SwanLabTracker", "TensorBoardTracker",

@@ -18,7 +18,7 @@ Optimizers
     sgd adam adamw schedules warmup_cosine
 
 Data and loops
-    shard set_seed scan Autosave Tracking Watch evaluate fit_batch_size
+    shard set_seed scan Autosave Evaluation Tracking Watch evaluate fit_batch_size
 
 Collectives
     gather reduce broadcast pad_across_processes split_between_processes
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from fnaccel.launch.notebook import notebook_launch as notebook_launch
     from fnaccel.loop.autosave import Autosave as Autosave
     from fnaccel.loop.batch_size import fit_batch_size as fit_batch_size
+    from fnaccel.loop.evaluating import Evaluation as Evaluation
     from fnaccel.loop.evaluating import evaluate as evaluate
     from fnaccel.loop.measured import Watch as Watch
     from fnaccel.loop.preemption import preemption as preemption
@@ -148,7 +149,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.launch.notebook": "debug_launch notebook_launch",
             "fnaccel.loop.autosave": "Autosave",
             "fnaccel.loop.batch_size": "fit_batch_size",
-            "fnaccel.loop.evaluating": "evaluate",
+            "fnaccel.loop.evaluating": "Evaluation evaluate",
             "fnaccel.loop.measured": "Watch",
             "fnaccel.loop.preemption": "preemption",
             "fnaccel.loop.privacy": "epsilon",

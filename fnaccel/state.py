@@ -43,6 +43,11 @@ class Position:
     epoch: int = 0
     samples: int = 0
 
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether an epoch has just ended: nothing of the next one was used."""
+        return self.samples == 0 and self.epoch > 0
+
 
 @attrs.frozen
 class Seed:
@@ -213,8 +218,7 @@ class TrainState:
     if not TYPE_CHECKING:  # type checkers know the fields, so that any other name is an error for them
 
         def __getattr__(self, name: str) -> Any:
-            # reached only for a field that is not set: a tree that no one has read, or one that `donate`
-            # deleted
+            # reached for a field that is not set: a tree that no one has read, or one that `donate` deleted
             if name in _TREES and (trees := self._trees) is not None and trees is not _DONATED:
                 shown = _read_only(getattr(trees, name))
                 self._shown.append((name, shown))  # first: after an interrupt `donate` knows of it
@@ -264,11 +268,8 @@ class TrainState:
                 elements = sum(tensor.numel() for tensor in tensors)
                 size = size_of(sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors))
                 rows.append((name, f"{len(tensors)} tensors, {elements:,} elements, {size}"))
-        named = [
-            (path, list(leaf.shape), leaf.dtype)
-            for path, leaf in tree.items(self.params)
-            if isinstance(leaf, torch.Tensor)
-        ]
+        tensors = [(path, x) for path, x in tree.items(self.params) if isinstance(x, torch.Tensor)]
+        named = [(path, list(x.shape), x.dtype) for path, x in tensors]
         return table("TrainState", rows) + folded("parameters", table("", named))
 
     def __reduce__(self) -> tuple[Any, ...]:

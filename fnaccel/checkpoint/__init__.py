@@ -8,6 +8,7 @@ from fnaccel.checkpoint.background import Saving as Saving
 from fnaccel.checkpoint.disk.publish import Checkpoint as Checkpoint
 from fnaccel.checkpoint.disk.publish import checkpoints as checkpoints
 from fnaccel.checkpoint.disk.publish import latest as latest
+from fnaccel.checkpoint.disk.retention import best as best
 from fnaccel.checkpoint.hooks import Hooks as Hooks
 from fnaccel.checkpoint.hooks import hooks as hooks
 from fnaccel.checkpoint.on_main import save_on_main as save_on_main

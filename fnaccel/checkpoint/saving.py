@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fnaccel import tree
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.background import Background, Saving
 from fnaccel.checkpoint.disk.garbage import no_collection
-from fnaccel.checkpoint.disk.retention import Retention
+from fnaccel.checkpoint.disk.retention import Metrics, Mode, Retention, given_metrics
 from fnaccel.checkpoint.format.values import encode
 from fnaccel.checkpoint.stored_states import ALL, Replica
 from fnaccel.checkpoint.writing import Hold, Writing
@@ -49,6 +49,10 @@ def save(
     metadata: Tree = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    metrics: Mapping[str, Any] | Metrics | None = None,
+    best: str | None = None,
+    mode: Mode = "min",
+    keep_best: int = 1,
     each_machine: bool = False,
     between: bool = False,
     world: World | None = None,
@@ -69,6 +73,11 @@ def save(
         keep: how many of the newest checkpoints stay. Older ones are removed once this one is committed,
             but for those that someone is reading. None: all.
         keep_every: checkpoints whose step is a multiple of this stay besides.
+        metrics: numbers by name that this state was found to have. Rank 0's are written.
+        best: one of them. The `keep_best` checkpoints with its best values stay besides, also in later saves
+            without it. `fa.checkpoint.best` finds the best one.
+        mode: whether the best value of that metric is the smallest, `"min"`, or the largest, `"max"`.
+        keep_best: how many of the best stay.
         each_machine: the machines do not share `directory`. Each writes what its own ranks need into its own,
             and `fa.restore(each_machine=True)` reads it there.
         between: also between two averages of replicas that train apart (`fa.local_sgd`). As many replicas go
@@ -85,7 +94,7 @@ def save(
             checkpoint belongs to a file or a directory that no save wrote, or a transform's state or extras
             differ between ranks.
         StaleStateError: the state was donated.
-        ArgumentError: a step that is no number from 0 on, a `keep` below 1.
+        ArgumentError: a step that is no number from 0 on, a `keep` below 1, or a metric that is no number.
 
     Example:
         >>> fa.save("runs/gpt", state, keep=3).name
@@ -93,9 +102,10 @@ def save(
         >>> state = fa.restore("runs/gpt", like=state)
     """
     where, active = "fa.save", current(world)
-    retention = Retention(keep, keep_every)
+    given = None if metrics is None and best is None else given_metrics(metrics, best, mode, keep_best, where)
+    plan = Retention(keep, keep_every), given
     return _begun(
-        where, directory, state, step, metadata, retention, active, each_machine=each_machine, between=between
+        where, directory, state, step, metadata, plan, active, each_machine=each_machine, between=between
     ).run()
 
 
@@ -109,6 +119,10 @@ def save_async(
     metadata: Tree = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    metrics: Mapping[str, Any] | Metrics | None = None,
+    best: str | None = None,
+    mode: Mode = "min",
+    keep_best: int = 1,
     each_machine: bool = False,
     world: World | None = None,
 ) -> Saving:
@@ -132,13 +146,12 @@ def save_async(
         'step-0000000000'
     """
     where, active = "fa.save_async", current(world)
-    retention = Retention(keep, keep_every)
+    given = None if metrics is None and best is None else given_metrics(metrics, best, mode, keep_best, where)
+    plan = Retention(keep, keep_every), given
     background = active.resource(Background)
     hold = background.copies.of
     return background.go(
-        _begun(
-            where, directory, state, step, metadata, retention, active, hold=hold, each_machine=each_machine
-        )
+        _begun(where, directory, state, step, metadata, plan, active, hold=hold, each_machine=each_machine)
     )
 
 
@@ -340,7 +353,7 @@ def _begun(
     state: Tree,
     step: int | None,
     metadata: Tree,
-    retention: Retention,
+    plan: tuple[Retention, Metrics | None],
     world: World,
     *,
     each_machine: bool,
@@ -351,13 +364,14 @@ def _begun(
     states = states_in(state)
     replica = check_same_on_ranks(states, where, between=between)
     root = local_path(directory, where)
+    retention, metrics = plan
     retention.check(where)
     world.resource(Background).settle()
     _compare_extras(states, world, where)
     _warn_of_no_position(states, world, where)
     _warn_of_grown_buffers(states, world, where)
     # absolute: a thread may write after the script has changed its directory
-    writing = Writing(root.absolute(), retention, world, where, each_machine=each_machine)
+    writing = Writing(root.absolute(), retention, world, where, metrics=metrics, each_machine=each_machine)
     with no_collection():
         writing.begin(state, step, metadata, replica=replica, hold=hold)
     return writing

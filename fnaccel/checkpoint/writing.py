@@ -23,7 +23,7 @@ from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk import durable, publish
 from fnaccel.checkpoint.disk.durable import FileRecord
 from fnaccel.checkpoint.disk.garbage import no_collection
-from fnaccel.checkpoint.disk.retention import Retention
+from fnaccel.checkpoint.disk.retention import Metrics, Retention
 from fnaccel.checkpoint.format.boxes import Part, whole
 from fnaccel.checkpoint.format.items import of_part
 from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
@@ -66,6 +66,7 @@ class Writing:
         retention: which of them stay.
         world: the ranks.
         where: the public function, for messages.
+        metrics: of this checkpoint, if there are any.
         each_machine: whether machines do not share the directory.
 
     Attributes:
@@ -74,7 +75,14 @@ class Writing:
     """
 
     def __init__(
-        self, root: Path, retention: Retention, world: World, where: str, *, each_machine: bool = False
+        self,
+        root: Path,
+        retention: Retention,
+        world: World,
+        where: str,
+        *,
+        metrics: Metrics | None,
+        each_machine: bool = False,
     ) -> None:
         self.parts: dict[str, Part] = {}
         self._paths: dict[str, str] = {}
@@ -83,6 +91,7 @@ class Writing:
         self._retention = retention
         self._world = world
         self._where = where
+        self._metrics = metrics
         self._machines = Machines.found(world, apart=each_machine)
         self._lock = contextlib.ExitStack()
         self._staged: Path | None = None
@@ -280,6 +289,7 @@ class Writing:
             tensors=tensors,
             files={name: file.record for name, file in files.items() if name in named},
             written_by={**self._written_by, "git": provenance.commit_of_program(), **own},
+            metrics={} if self._metrics is None else attrs.asdict(self._metrics),
         )
 
 

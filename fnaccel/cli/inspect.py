@@ -48,6 +48,7 @@ class _Report:
     host: Mapping[str, Any]
     written_by: Mapping[str, Any]
     metadata: Any
+    metrics: Mapping[str, Any]
     files: Mapping[str, int]
     rows: tuple[_Row, ...]
 
@@ -142,6 +143,7 @@ def _own(root: Path, path: Path, manifest: Manifest) -> _Report:
         host=host,
         written_by=manifest.written_by,
         metadata=decode(manifest.metadata, _no_tensor),
+        metrics=manifest.metrics,
         files={name: record.size for name, record in manifest.files.items()},
         rows=rows,
     )
@@ -158,7 +160,7 @@ def _foreign(path: Path) -> _Report:
             for name, tensor in source.weights.items()
         )
     files = {file.name: file.stat().st_size for file in files_of(path)}
-    return _Report("safetensors", str(path), (), {}, {}, None, files, rows)
+    return _Report("safetensors", str(path), (), {}, {}, None, {}, files, rows)
 
 
 def _damage(directory: Directory, manifest: Manifest, *, verify: bool) -> list[str]:
@@ -189,6 +191,8 @@ def _print(report: _Report) -> None:
         )  # a plan has lines
     if report.metadata is not None:
         print(f"metadata   {printable(json.dumps(report.metadata, default=str))}")
+    if report.metrics.get("values"):
+        print(f"metrics    {printable(json.dumps(report.metrics['values']))}")
     cells = [("path", "dtype", "shape", "size", "layout")]
     for row in sorted(report.rows, key=lambda row: row.path):
         layout = f"{row.pieces} pieces in {row.files} files" if row.pieces != 1 else "whole"

@@ -12,7 +12,8 @@ import attrs
 
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.collectives import any_process
-from fnaccel.errors import FnaccelError, Preempted, as_names, require_counts
+from fnaccel.errors import FnaccelError, Preempted, as_names
+from fnaccel.loop.evaluating import Evaluations, Every, Steps, check_every, falls
 from fnaccel.loop.preemption import SIGNALS, preemption
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 TOGETHER = 10.0
 """Seconds for which a rank that has left its loop waits for the others, before it saves."""
-
-Steps = Generator[tuple[TrainState, dict[str, Any]]]
 
 
 @attrs.frozen
@@ -37,7 +36,7 @@ class Autosave:
 
     Attributes:
         directory: the root of the checkpoints.
-        every: steps between two saves. None: at the end only.
+        every: steps between two saves, or `"epoch"`: after each. None: at the end only.
         keep, keep_every: how many of the newest checkpoints stay, and of which steps all: see `fa.save`.
         each_machine: machines do not share the directory: see `fa.save`.
         background: train on while a state is written. The end of the loop waits for it.
@@ -58,7 +57,7 @@ class Autosave:
     directory: str | Path = attrs.field(
         converter=lambda path: local_path(path, "fa.Autosave(directory)").absolute()
     )
-    every: int | None = attrs.field(default=None, kw_only=True)
+    every: Every | None = attrs.field(default=None, kw_only=True)
     keep: int | None = attrs.field(default=None, kw_only=True)
     keep_every: int | None = attrs.field(default=None, kw_only=True)
     each_machine: bool = attrs.field(default=False, kw_only=True)
@@ -66,7 +65,7 @@ class Autosave:
     signals: Iterable[str] = attrs.field(default=SIGNALS, converter=as_names, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        require_counts("fa.Autosave", every=self.every)
+        check_every("fa.Autosave", self.every)
         Retention(self.keep, self.keep_every).check("fa.Autosave")
 
 
@@ -77,6 +76,7 @@ class Saver:
     Attributes:
         plan: where, and when.
         train_step: its states are saved.
+        evaluations: say which steps to save besides, and what is kept of them.
         last: the newest state that the loop was given.
         step, path: of the newest save.
         pending: the save that is under way in the background.
@@ -84,6 +84,7 @@ class Saver:
 
     plan: Autosave
     train_step: TrainStep
+    evaluations: Evaluations
     last: TrainState | None = None
     step: int | None = None
     path: Path | None = None
@@ -108,7 +109,7 @@ class Saver:
                 self.last = state
                 yield state, metrics
                 # not before the loop asks for the next step: its body may still change `extras`
-                due = due or (self.plan.every is not None and state.step % self.plan.every == 0)
+                due = due or falls(self.plan.every, state) or self.evaluations.to_save
                 if not self._whole(state) and (due or notice.stopping) and not self._may_stop(notice):
                     continue  # ranks train apart, and are the same again a few steps later
                 if notice.stopping:
@@ -150,6 +151,7 @@ class Saver:
         options: dict[str, Any] = {
             "keep": plan.keep,
             "keep_every": plan.keep_every,
+            "metrics": self.evaluations.metrics(state.step),
             "each_machine": plan.each_machine,
         }
         if plan.background and self._whole(state):

@@ -1,28 +1,66 @@
-"""`evaluate`: metrics over all of a data set."""
+"""`evaluate`: metrics over all of a data set. `Evaluation`: when `fa.scan` does so, and what follows."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import itertools
+import logging
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
 import attrs
 
+from fnaccel import tree
+from fnaccel.checkpoint.disk.publish import checkpoints
+from fnaccel.checkpoint.disk.retention import Best, Metrics, Mode, finite, metrics_of
 from fnaccel.collectives import gather_objects
+from fnaccel.collectives.objects import broadcast_objects
 from fnaccel.collectives.signature import meet
 from fnaccel.data import Shards, open_on, steps_per_epoch
 from fnaccel.data.cut import shapes_of
 from fnaccel.engine.same_rows import checksum
 from fnaccel.engine.scoring import Scores
-from fnaccel.errors import ArgumentError, FnaccelError
+from fnaccel.errors import ArgumentError, FnaccelError, nearest, require, require_counts
 from fnaccel.loop.progress import open_bar, ticking
-from fnaccel.loop.scanning import check_shards
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import Position, TrainState, check_ema, check_state, lease_of
 from fnaccel.step.loss_info import takes_info
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
+
+Steps = Generator[tuple[TrainState, dict[str, Any]]]
+"""The steps of a loop: each state and its metrics."""
+
+Every = int | Literal["epoch"]
+"""After so many steps, or after each epoch."""
+
+_logger = logging.getLogger("fnaccel")
+
+
+def check_every(where: str, every: Any, *, needed: bool = False) -> None:
+    """Raise ArgumentError for what is no time between two steps. None is one, unless it is needed."""
+    right = every == "epoch" or (type(every) is int and every >= 1) or (every is None and not needed)
+    require(right, f"every={every!r}", where, 'every is 1 or more, or "epoch"')
+
+
+def falls(every: Every | None, state: TrainState) -> bool:
+    """Whether something that is done so often is done after the step of this state."""
+    if every == "epoch":
+        return state.data.epoch_ended
+    return every is not None and state.step % every == 0
+
+
+def check_shards(shards: Any, where: str) -> None:
+    """Raise ArgumentError for anything but shards."""
+    if not isinstance(shards, Shards):
+        raise ArgumentError(
+            f"a {type(shards).__name__} says nothing of how ranks share it",
+            where=where,
+            fix="fa.shard(loader)",
+        )
 
 
 @every_rank
@@ -33,7 +71,8 @@ def evaluate(
     shards: Shards,
     *,
     ema: bool = False,
-    progress: bool = False,
+    limit: int | None = None,
+    progress: bool | str = False,
 ) -> Any:
     """Metrics over all of a data set: every row counts once, whatever the ranks and the remainder.
 
@@ -47,7 +86,8 @@ def evaluate(
             gets an `fa.LossInfo`, whose rows are places in the whole data set.
         shards: the result of `fa.shard`. Its remainder rule gives way to `"keep"`.
         ema: use the averaged parameters of `with_ema`, and averaged buffers if it has them.
-        progress: show a bar on rank 0.
+        limit: read this many batches and no more.
+        progress: show a bar on rank 0. A text is its title, and the bar goes when it is done.
 
     Returns:
         The pytree of `metric_fn`, combined. It is equal on all ranks.
@@ -90,11 +130,13 @@ def evaluate(
         stack.enter_context(train_step.evaluating())
         batches: Iterator[Any] = open_on(every.at(Position()), train_step.mesh, remainder="keep")
         if progress and train_step.mesh.world.is_main:
-            bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
-            batches = ticking(batches, bar)
+            total = steps_per_epoch(every, train_step.mesh.batch_size)
+            total = limit if total is None else min(total, limit or total)
+            title = progress if isinstance(progress, str) else None
+            batches = ticking(batches, stack.enter_context(open_bar(total, 0, title=title)))
         before = 0
         informed = takes_info(metric_fn)
-        for batch in batches:
+        for batch in itertools.islice(batches, limit):
             fn: Callable[..., Any] = scored
             if informed:
                 placed = attrs.evolve(batch, first=None if batch.first is None else before + batch.first)
@@ -102,6 +144,253 @@ def evaluate(
                 before += batch.together
             scores.take(_scored(train_step, state, fn, batch.data), batch)
     return scores.finish()
+
+
+@attrs.frozen
+class Evaluation:
+    """When `fa.scan(evaluate=)` calls `fa.evaluate`, and what follows from the result.
+
+    Each metric is yielded, logged and saved as `name/metric`, such as `eval/loss`. A result that is no
+    mapping is called `loss`.
+
+    With `save=`, an evaluation that is among the best so far saves that step, and the best checkpoints stay
+    beside the newest: see `fa.checkpoint.best`. The best values and the patience left are in each
+    checkpoint, so that a resumed run decides as if it had not been interrupted, on any number of ranks.
+
+    Attributes:
+        metric_fn: `metric_fn(model, batch) -> pytree`, as for `fa.evaluate`. A loss function is one.
+        shards: the result of `fa.shard`.
+        every: steps between two evaluations, or `"epoch"`: after each. Replicas that train apart are
+            evaluated after their next average.
+        name: of this evaluation.
+        ema: use the averages of `with_ema`.
+        best: the metric that decides which checkpoints are the best, and when training ends.
+        mode: whether its best value is the smallest, `"min"`, or the largest, `"max"`.
+        keep_best: how many of the best checkpoints stay.
+        patience: end the loop after so many evaluations in a row that did not improve `best`. None: never. A
+            value that is NaN is no improvement.
+        min_delta: by how much a value has to be better to be an improvement.
+        limit: evaluate on this many batches and no more.
+        first: evaluate before the first step of a run, too. That is logged, and decides nothing.
+
+    Raises:
+        ArgumentError: no shards, bad counts, or `patience` without `best`.
+
+    Example:
+        >>> def score(model, batch):
+        ...     right = model(batch["tokens"]).argmax(-1) == batch["labels"]
+        ...     return {"accuracy": fa.Mean(right.sum(), weight=right.numel())}
+        >>> val = fa.Evaluation(score, fa.shard(loader), best="accuracy", mode="max", patience=3)
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), evaluate=val, save="runs/gpt"):
+        ...     pass
+        >>> "eval/accuracy" in metrics, fa.checkpoint.best("runs/gpt").name
+        (True, 'step-0000000003')
+    """
+
+    metric_fn: Callable[[Any, Any], Any]
+    shards: Shards
+    every: Every = attrs.field(default="epoch", kw_only=True)
+    name: str = attrs.field(default="eval", kw_only=True)
+    ema: bool = attrs.field(default=False, kw_only=True)
+    best: str | None = attrs.field(default=None, kw_only=True)
+    mode: Mode = attrs.field(default="min", kw_only=True)
+    keep_best: int = attrs.field(default=1, kw_only=True)
+    patience: int | None = attrs.field(default=None, kw_only=True)
+    min_delta: float = attrs.field(default=0.0, kw_only=True)
+    limit: int | None = attrs.field(default=None, kw_only=True)
+    first: bool = attrs.field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        where = "fa.Evaluation"
+        check_shards(self.shards, where)
+        check_every(where, self.every, needed=True)
+        require_counts(where, patience=self.patience, limit=self.limit)
+        self.kept_by.check(where)
+        require(
+            self.patience is None or self.best is not None,
+            f"patience={self.patience} without best=, which says what has to improve",
+            where,
+            'best="loss"',
+        )
+
+    @property
+    def kept_by(self) -> Best:
+        """What the best checkpoints are chosen by: the loss, if `best` is None."""
+        return Best(f"{self.name}/{self.best or 'loss'}", self.mode, self.keep_best)
+
+
+Evaluate = Evaluation | Iterable[Evaluation] | None
+"""What `fa.scan(evaluate=)` takes."""
+
+
+@attrs.define
+class _Decided:
+    """What the evaluations of one record have led to.
+
+    Attributes:
+        best: the value that has to be improved.
+        kept: the values of the best checkpoints.
+        since: evaluations since the last improvement.
+        due: whether one is due, and waits until ranks hold the same values.
+    """
+
+    best: float | None = None
+    kept: list[float] = attrs.field(factory=list)
+    since: int = 0
+    due: bool = False
+
+    def take(self, value: float, record: Evaluation) -> bool:
+        """Take the value of one evaluation. Returns whether its checkpoint is one of the best."""
+        best, self.since = record.kept_by, self.since + 1
+        if not math.isfinite(value):
+            return False
+        if self.best is None or best.better(value, self.best, by=record.min_delta):
+            self.best, self.since = value, 0
+        full = len(self.kept) == best.keep
+        if full and not best.better(value, self.kept[-1]):
+            return False
+        self.kept = sorted([*self.kept, value], reverse=record.mode == "max")[: best.keep]
+        return True
+
+
+class Evaluations:
+    """The evaluations of one loop.
+
+    Args:
+        train_step: whose states are evaluated.
+        evaluate: the records.
+        directory: of the checkpoints of the loop, if it has one.
+        shown: whether this rank shows a bar.
+
+    Attributes:
+        records: by name.
+        found: the metrics that were found after the step at which the loop is. Empty if none were.
+        to_save: whether they are among the best, so that this step is saved.
+        log: writes metrics of a step to trackers. Set by the loop that has some.
+
+    Raises:
+        ArgumentError: no records, or two of one name.
+    """
+
+    def __init__(
+        self, train_step: TrainStep, evaluate: Evaluate, directory: Path | None, shown: bool
+    ) -> None:
+        given = (evaluate,) if isinstance(evaluate, Evaluation) else tuple(evaluate or ())
+        where = "fa.scan(evaluate=)"
+        for record in given:
+            require(
+                isinstance(record, Evaluation),  # pyright: ignore[reportUnnecessaryIsInstance]
+                f"a {type(record).__name__} says nothing of when to evaluate",
+                where,
+                "fa.Evaluation(metric_fn, fa.shard(loader), every=100)",
+            )
+        self.records = {record.name: record for record in given}
+        twice = len(self.records) < len(given)
+        require(not twice, "two evaluations have one name", where, 'fa.Evaluation(..., name="test")')
+        self.found: dict[str, Any] = {}
+        self.to_save = False
+        self.log: Callable[[int, Mapping[str, Any]], object] | None = None
+        self._train_step, self._directory, self._shown = train_step, directory, shown
+        self._decided = {name: _Decided() for name in self.records}
+        self._step = -1
+
+    def metrics(self, step: int) -> Metrics | None:
+        """What a checkpoint of this step keeps."""
+        if not self.records:
+            return None
+        numbers = self.found if step == self._step else {}
+        values = {name: finite(x, name, "fa.scan") for name, x in numbers.items() if isinstance(x, float)}
+        best = tuple(record.kept_by for record in self.records.values() if record.best is not None)
+        return Metrics(values, best, {name: attrs.asdict(each) for name, each in self._decided.items()})
+
+    def run(self, steps: Steps, state: TrainState) -> Steps:
+        """Pass steps on, with the metrics of evaluations, until the patience of one is at its end."""
+        self._resume(state.step)
+        with contextlib.closing(steps):
+            if state.step == 0:
+                self._first(state)
+            if self._ended(state.step):
+                return
+            for state, metrics in steps:
+                self._evaluate(state)
+                metrics.update(self.found)
+                yield state, metrics
+                if self._ended(state.step):
+                    return
+
+    def _resume(self, step: int) -> None:
+        """Take what the checkpoint of this step says was decided before."""
+        if self._directory is None or step == 0:
+            return
+        world, saved = self._train_step.mesh.world, Metrics()
+        if world.is_main:
+            paths = [each.path for each in checkpoints(self._directory) if each.step == step]
+            saved = metrics_of(paths[0]) if paths else saved
+        for name, decided in broadcast_objects(saved, world=world).evaluations.items():
+            if name in self.records:
+                self._decided[name] = _Decided(**decided)
+
+    def _first(self, state: TrainState) -> None:
+        found = [self._metrics_of(state, record) for record in self.records.values() if record.first]
+        for metrics in found:
+            if self.log is not None:
+                self.log(state.step, metrics)
+
+    def _evaluate(self, state: TrainState) -> None:
+        """Do the evaluations that are due after the step of this state."""
+        self.found, self.to_save, self._step = {}, False, state.step
+        whole = self._train_step.engine.layout.whole_from(state.step) == state.step
+        for name, record in self.records.items():
+            decided = self._decided[name]
+            decided.due = decided.due or falls(record.every, state)
+            if decided.due and whole:
+                decided.due = False
+                found = self._metrics_of(state, record)
+                self.found |= found
+                if record.best is not None:
+                    metric = record.kept_by.metric
+                    if not isinstance(found.get(metric), float):
+                        raise ArgumentError(
+                            f"the evaluation has no number {metric!r}",
+                            where="fa.Evaluation(best=)",
+                            fix=nearest(metric, (key for key, x in found.items() if isinstance(x, float))),
+                        )
+                    self.to_save = decided.take(found[metric], record) or self.to_save
+
+    def _metrics_of(self, state: TrainState, record: Evaluation) -> dict[str, Any]:
+        title = record.name if self._shown else False
+        result = evaluate(
+            self._train_step,
+            state,
+            record.metric_fn,
+            record.shards,
+            ema=record.ema,
+            limit=record.limit,
+            progress=title,
+        )
+        named = {f"{record.name}/{path or 'loss'}": value for path, value in tree.items(result)}
+        return {name: _number(value) for name, value in named.items()}
+
+    def _ended(self, step: int) -> bool:
+        """Whether the patience of an evaluation is at its end. Rank 0 says so."""
+        for name, record in self.records.items():
+            decided = self._decided[name]
+            if record.patience is not None and decided.since >= record.patience:
+                if self._train_step.mesh.world.is_main:
+                    _logger.warning(
+                        "training ends after step %d: %s has not improved on %s in %d evaluations",
+                        step,
+                        record.kept_by.metric,
+                        "any number" if decided.best is None else f"{decided.best:.6g}",
+                        decided.since,
+                    )
+                return True
+        return False
+
+
+def _number(value: Any) -> Any:
+    """A scalar as a float. Other results, such as rows, are returned unchanged."""
+    return float(value) if getattr(value, "shape", None) == () or isinstance(value, int | float) else value
 
 
 def _scored(train_step: TrainStep, state: TrainState, fn: Callable[..., Any], data: Tree) -> Any:

@@ -61,8 +61,11 @@ def _length(iterable: object) -> int | None:
         return None
 
 
-def open_bar(total: int | None, initial: int, *, unit: str = "step") -> Any:
-    """A bar of tqdm, a context manager: the notebook's in a notebook, if it has ipywidgets."""
+def open_bar(total: int | None, initial: int, *, unit: str = "step", title: str | None = None) -> Any:
+    """A bar of tqdm, a context manager: the notebook's in a notebook, if it has ipywidgets.
+
+    One with a title goes when it is closed: it stands below another.
+    """
     # a rank of fa.notebook_launch has no connection to the notebook, and writes text
     if type(sys.stderr).__module__.startswith("ipykernel"):
         from tqdm.auto import tqdm  # noqa: PLC0415 - only if a bar is shown
@@ -70,7 +73,15 @@ def open_bar(total: int | None, initial: int, *, unit: str = "step") -> Any:
         from tqdm import tqdm  # noqa: PLC0415
     watched = sys.stderr.isatty() or "ipykernel" in sys.modules
     often = 0.1 if watched else 5.0  # a log file keeps every line
-    return tqdm(total=total, initial=initial, unit=unit, dynamic_ncols=True, mininterval=often)
+    return tqdm(
+        total=total,
+        initial=initial,
+        unit=unit,
+        desc=title,
+        leave=title is None,
+        dynamic_ncols=True,
+        mininterval=often,
+    )
 
 
 def ticking(items: Iterable[T], bar: ProgressBar) -> Iterator[T]:
@@ -80,11 +91,12 @@ def ticking(items: Iterable[T], bar: ProgressBar) -> Iterator[T]:
         bar.update()
 
 
-def show_metrics(bar: ProgressBar) -> Callable[[dict[str, float]], None]:
-    """A function that shows the usual metrics of a step beside the count."""
+def show_metrics(bar: ProgressBar, also: Iterable[str] = ()) -> Callable[[dict[str, float]], None]:
+    """A function that shows the usual metrics of a step beside the count, and some others."""
+    names, fields = ("loss", "lr", "grad_norm", *also), dict[str, str]()
 
     def show(values: dict[str, float]) -> None:
-        fields = {name: f"{values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values}
+        fields.update({name: f"{values[name]:.4g}" for name in names if name in values})
         bar.set_postfix(fields, refresh=False)
 
     return show

@@ -11,8 +11,9 @@ from typing import Any
 from fnaccel.collectives import any_process
 from fnaccel.data import Shards, in_windows, open_on
 from fnaccel.data.lengths import updates
-from fnaccel.errors import ArgumentError, LoaderError, moved_arguments, require
+from fnaccel.errors import LoaderError, moved_arguments, require
 from fnaccel.loop.autosave import Autosave, Saver, Steps
+from fnaccel.loop.evaluating import Evaluate, Evaluations, check_shards
 from fnaccel.loop.leaving import LeftLoops
 from fnaccel.loop.measured import Measures, Watch
 from fnaccel.loop.nonfinite import NonfiniteLoss
@@ -22,16 +23,6 @@ from fnaccel.program.train_step import TrainStep
 from fnaccel.seeing.versions import environment
 from fnaccel.state import Position, TrainState, check_state, following, lease_of
 from fnaccel.world.world import World
-
-
-def check_shards(shards: Any, where: str) -> None:
-    """Raise ArgumentError for anything but shards."""
-    if not isinstance(shards, Shards):
-        raise ArgumentError(
-            f"a {type(shards).__name__} says nothing of how ranks share it",
-            where=where,
-            fix="fa.shard(loader)",
-        )
 
 
 @moved_arguments(
@@ -60,6 +51,7 @@ def scan(
     epochs: int | None = None,
     max_seconds: float | None = None,
     progress: bool = False,
+    evaluate: Evaluate = None,
     save: str | Path | Autosave | None = None,
     track: Track = None,
     watch: Watch | None = None,
@@ -79,6 +71,8 @@ def scan(
         max_seconds: stop after the step in which this many seconds of wall time are over on any rank. With
             several ranks each step then costs one small exchange between them.
         progress: show a bar with loss, rate and time left, on rank 0.
+        evaluate: evaluate during the loop as `fa.Evaluation` says, or as several with names of their own do.
+            Metrics such as `eval/loss` are in those of that step, and are logged.
         save: save the state in this directory at the end, or as `fa.Autosave` says. None: nowhere.
         track: write metrics to these trackers: an object, a name such as `"tensorboard"`, a mapping of `name`
             and options, several of these, or `fa.Tracking`. A tracker that raises in `log` or `finish` does
@@ -123,6 +117,8 @@ def scan(
     )
     plan = save if isinstance(save, Autosave | None) else Autosave(save)
     tracking, world = as_tracking(track), train_step.mesh.world
+    shown = progress and world.is_main
+    evaluations = Evaluations(train_step, evaluate, None if plan is None else Path(plan.directory), shown)
     opened = tracking.opened("fa.scan(track=)", None if plan is None else Path(plan.directory))
     writers = of_rank(opened, world)
     if epochs is None and steps is None:
@@ -139,17 +135,18 @@ def scan(
         taken = _inside(watch.profile, taken)
     if max_seconds is not None:
         taken = _until(max_seconds, taken, world)
+    if evaluations.records:
+        taken = evaluations.run(taken, state)
     saver = None
     if plan is not None:
-        saver = Saver(plan, train_step)
+        saver = Saver(plan, train_step, evaluations)
         taken = saver.run(taken)
     taken = _told(taken, train_step, saver)
-    shown = progress and world.is_main
     if writers or shown:
         # outermost, so that the last state is saved before a tracker ends
         bar = Bar(_total(train_step, state, shards, steps, epochs), state.step) if shown else None
         facts = {"plan": str(train_step.plan), "environment": environment(world)}
-        taken = logged(taken, writers, {**tracking.config, **facts}, tracking.every, bar)
+        taken = logged(taken, writers, {**tracking.config, **facts}, tracking.every, bar, evaluations)
     return taken if saver is None else LeftLoops(taken, saver.leave)
 
 

@@ -11,7 +11,7 @@ from typing import Any, overload
 import attrs
 
 from fnaccel.errors import ArgumentError, moved_arguments, require
-from fnaccel.loop.autosave import Steps
+from fnaccel.loop.evaluating import Evaluations, Every, Steps, falls
 from fnaccel.loop.progress import open_bar, show_metrics
 from fnaccel.loop.tracking import Track, as_tracking, of_rank
 from fnaccel.track.log import Log, Options
@@ -31,19 +31,28 @@ class Bar:
 
 
 def logged(
-    taken: Steps, trackers: tuple[Tracker, ...], config: Mapping[str, Any], every: int, bar: Bar | None
+    taken: Steps,
+    trackers: tuple[Tracker, ...],
+    config: Mapping[str, Any],
+    every: Every,
+    bar: Bar | None,
+    evaluations: Evaluations,
 ) -> Steps:
     """Pass steps on, and their metrics to trackers and to a progress bar."""
     with contextlib.ExitStack() as stack:
         progress_bar: Any = None if bar is None else stack.enter_context(open_bar(bar.total, bar.initial))
-        log = Log(trackers, config, None if progress_bar is None else show_metrics(progress_bar))
+        also = [record.kept_by.metric for record in evaluations.records.values()]
+        log = Log(trackers, config, None if progress_bar is None else show_metrics(progress_bar, also))
         stack.callback(log.close)
+        evaluations.log = log.put
         stack.enter_context(contextlib.closing(taken))
         for state, metrics in taken:
             if progress_bar is not None:
                 progress_bar.update()
-            if state.step % every == 0:
+            if falls(every, state):
                 log.put(state.step, metrics)
+            elif evaluations.found:
+                log.put(state.step, evaluations.found)
             yield state, metrics
 
 

@@ -10,6 +10,7 @@ import attrs
 
 from fnaccel import _lazy
 from fnaccel.errors import ArgumentError, require
+from fnaccel.loop.evaluating import Every, check_every
 from fnaccel.track.registry import find, installed, of
 from fnaccel.track.tracker import PerRank, Tracker, writes_on
 from fnaccel.world.paths import local_path
@@ -26,7 +27,8 @@ class Tracking:
     Args:
         trackers: each an object, a name such as `"tensorboard"`, or a mapping of `name` and options. `"all"`
             stands for those installed. Rank 0 writes, or the ranks that a tracker's `ranks` says.
-        every: `fa.scan` writes each so many steps. In `fa.tracked` the loop itself says which.
+        every: `fa.scan` writes each so many steps, or `"epoch"`: the last step of each. In `fa.tracked` the
+            loop itself says which.
         config: shown by trackers beside the run. `fa.scan` adds the plan and the environment.
         report: write an HTML page about the run here at its end, and a JSONL log beside it. See
             `fnaccel report` for several runs, and for one that was cut off.
@@ -45,7 +47,7 @@ class Tracking:
     """
 
     trackers: tuple[Tracker | ByName, ...]
-    every: int
+    every: Every
     config: Mapping[str, Any]
     report: str | Path | None
     directory: str | Path | None
@@ -53,13 +55,13 @@ class Tracking:
     def __init__(
         self,
         *trackers: Tracker | ByName,
-        every: int = 1,
+        every: Every = 1,
         config: Mapping[str, Any] | None = None,
         report: str | Path | None = None,
         directory: str | Path | None = None,
     ) -> None:
         where = "fa.Tracking"
-        require(type(every) is int and every >= 1, f"every={every!r}", where, "every is 1 or more")
+        check_every(where, every, needed=True)
         require(
             config is None or isinstance(config, Mapping),
             f"config={config!r:.60}",

@@ -78,6 +78,7 @@ class Manifest:
         tensors: by path.
         files: by name.
         written_by: versions and the number of ranks.
+        metrics: what `fa.save(metrics=)` was given, as `disk.retention` reads it.
         digest: of the text that was read, to compare between ranks.
     """
 
@@ -87,6 +88,7 @@ class Manifest:
     tensors: Mapping[str, Stored]
     files: Mapping[str, FileRecord]
     written_by: Mapping[str, Any]
+    metrics: Mapping[str, Any] = attrs.field(factory=dict)
     digest: str = ""
 
     def reader(self, where: str) -> Callable[[str], Stored]:
@@ -111,6 +113,7 @@ def dump(manifest: Manifest) -> bytes:
         "version": VERSION,
         "step": manifest.step,
         "written_by": dict(manifest.written_by),
+        **({"metrics": dict(manifest.metrics)} if manifest.metrics else {}),
         "metadata": manifest.metadata,
         "tree": manifest.tree,
         "tensors": {
@@ -221,6 +224,7 @@ class _Reader:
             tensors=tensors,
             files=files,
             written_by=self.table(document, "written_by"),
+            metrics=self.table(document, "metrics") if "metrics" in document else {},
         )
 
     def table(self, value: Tree, key: str) -> dict[str, Any]:
