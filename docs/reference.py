@@ -21,7 +21,7 @@ GROUPS = {
         "program.compile_meter.Compilation", "fit_batch_size", "progress",
     ],
     "Preemption": ["preemption", "loop.preemption.Notice", "errors.Preempted"],
-    "Losses": ["Mean", "Sum", "Concat", "LossInfo"],
+    "Losses": ["Mean", "Sum", "Max", "Min", "Concat", "LossInfo"],
     "Random numbers by key": ["random", "random.Key", "random.key", "random.uniform", "random.normal", "random.bernoulli", "random.dropout"],
     "Transforms": [
         "chain", "with_precision", "transforms.Precision", "transforms.Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite", "transforms.on_spike", "transforms.sync_batch_norm",
@@ -79,7 +79,7 @@ GROUPS = {
 CONSTRUCTORS = {
     "Nf4", "Fp4", "Int8", "Int8Weights", "Int4Weights",
     "DeviceMap",
-    "Transform", "Mean", "Sum", "Concat", "LossInfo", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
+    "Transform", "Mean", "Sum", "Max", "Min", "Concat", "LossInfo", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
     "Autosave", "Evaluation", "Tracking", "Watch",
     "Throughput", "ReportTracker", "DataRecipe", "RunRecipe", "CheckpointRecipe", "TrackingRecipe", "LaunchRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
     "piecewise", "joined",

@@ -4,7 +4,7 @@ Write one pure function `loss_fn(model, batch)`; transform it; distribute a mode
 get `train_step(state, batch) -> (state, metrics)`, which runs unchanged on one process or many.
 
 Steps and transforms
-    train_step TrainStep Step Transform Phase Mean Sum Concat LossInfo
+    train_step TrainStep Step Transform Phase Mean Sum Max Min Concat LossInfo
     chain with_precision accumulate with_weight clip_norm clip_value skip_nonfinite with_ema remat compile
 
 Strategies
@@ -104,7 +104,9 @@ if TYPE_CHECKING:
     from fnaccel.state import snapshot as snapshot
     from fnaccel.step.given_gradient import with_gradient as with_gradient
     from fnaccel.step.loss import Concat as Concat
+    from fnaccel.step.loss import Max as Max
     from fnaccel.step.loss import Mean as Mean
+    from fnaccel.step.loss import Min as Min
     from fnaccel.step.loss import Sum as Sum
     from fnaccel.step.loss_info import LossInfo as LossInfo
     from fnaccel.step.step import Phase as Phase
@@ -167,7 +169,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.seeing.profile": "profile",
             "fnaccel.state": "TrainState snapshot",
             "fnaccel.step.given_gradient": "with_gradient",
-            "fnaccel.step.loss": "Concat Mean Sum",
+            "fnaccel.step.loss": "Concat Max Mean Min Sum",
             "fnaccel.step.loss_info": "LossInfo",
             "fnaccel.step.step": "Phase Step Transform",
             "fnaccel.strategies": "ddp distribute fsdp hsdp local strategy",

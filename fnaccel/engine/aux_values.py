@@ -13,7 +13,7 @@ from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.rows import Rows, concatenated, rows_of_concat
 from fnaccel.errors import LossError
-from fnaccel.step.loss import Concat, Mean, Scalar, Sum, counted, is_combinable, parts_of, readable
+from fnaccel.step.loss import Concat, Extreme, Mean, Scalar, Sum, counted, is_combinable, parts_of, readable
 from fnaccel.step.step import RESERVED
 from fnaccel.tree import Tree
 
@@ -216,6 +216,11 @@ class Accumulation:
                 # no rows of a filler, but of their shape: ranks without rows send it
                 batch = self.rows(leaf)
                 self._concats[index].append(batch if rows else batch[:0])
+            elif isinstance(leaf, Extreme):
+                value = plain(torch.as_tensor(leaf.value))[None]
+                before: Any = self._concats[index]
+                seen = torch.cat([*before, value if rows else value[:0]])
+                self._concats[index] = [leaf.fold(seen)[None] if len(seen) else seen]
             elif rows:
                 if not first:
                     self._check_shape(index, leaf)
@@ -303,6 +308,9 @@ class Accumulation:
         for kind, (total, weight), rows in zip(kinds, self._pairs, self._concats, strict=True):
             if isinstance(kind, Concat):
                 values.append(concatenated(rows, kind.pad, group, where=self.where, **order))
+            elif issubclass(kind, Extreme):
+                found: Any = concatenated(rows, None, group, where=self.where, **order)
+                values.append(kind.fold(found))
             else:
                 values.append(total if kind is Sum else mean(total, weight))
         return tree.unflatten(structure, values)
@@ -373,8 +381,8 @@ def mapped(fn: Callable[[Any], Any], aux: Tree) -> Any:
     """Aux with `fn(value)` in the place of each value, in new containers. torch.compile can trace it."""
     if isinstance(aux, Mean):
         return Mean(fn(aux.total), fn(aux.weight), mapped(fn, aux.aux))
-    if isinstance(aux, Sum):
-        return Sum(fn(aux.value))
+    if isinstance(aux, (Sum, Extreme)):
+        return type(aux)(fn(aux.value))
     if isinstance(aux, Concat):
         return Concat(mapped(fn, aux.value), aux.pad)
     if isinstance(aux, dict):
@@ -432,6 +440,8 @@ def combined(values: Sequence[Any]) -> Any:
         return ratio(_added([counted(value.total, value.weight) for value in values]), _added(weights))
     if isinstance(first, Sum):
         return _added([value.value for value in values])
+    if isinstance(first, Extreme):
+        return first.fold(torch.stack([torch.as_tensor(value.value) for value in values]))
     if isinstance(first, Concat):
         rows = [value.value for value in values]
         return torch.cat(rows) if isinstance(rows[0], torch.Tensor) else [row for own in rows for row in own]

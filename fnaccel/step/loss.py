@@ -1,7 +1,7 @@
 """The return values of losses and metric functions, and how their parts combine.
 
 A loss is a total and its weight, so that micro-batches and ranks of any size combine exactly.
-The three classes are frozen dataclasses, not attrs: a loss builds them inside compiled code.
+The classes are frozen dataclasses, not attrs: a loss builds them inside compiled code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mean:
         weight: how many, as an int, a float or a 0-d tensor. For a total with dimensions also a tensor that
             broadcasts to it.
         aux: any pytree to report beside the loss. Its leaves combine as their type says
-            (`Mean`, `Sum`, `Concat`). A bare tensor is averaged.
+            (`Mean`, `Sum`, `Max`, `Min`, `Concat`). A bare tensor is averaged.
         of_mean: whether `fa.Mean.of` made it, for the check of totals.
 
     Example:
@@ -107,6 +107,44 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Extreme:
+    """The base of `Max` and `Min`."""
+
+    value: Any
+
+    @staticmethod
+    def fold(values: torch.Tensor) -> torch.Tensor:
+        """What stays of values of shape `[n, ...]`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Max(Extreme):
+    """The largest over micro-batches and ranks of a value of any shape, element by element. NaN stays NaN.
+
+    Example:
+        >>> def score(model, batch):
+        ...     return {"largest": fa.Max(model(batch["tokens"]).abs().max())}
+        >>> largest = fa.evaluate(train_step, state, score, fa.shard(loader))["largest"]
+    """
+
+    @staticmethod
+    def fold(values: torch.Tensor) -> torch.Tensor:
+        """The largest values along dim 0."""
+        return values.amax(0)
+
+
+@dataclass(frozen=True)
+class Min(Extreme):
+    """The smallest over micro-batches and ranks of a value of any shape, element by element. See `Max`."""
+
+    @staticmethod
+    def fold(values: torch.Tensor) -> torch.Tensor:
+        """The smallest values along dim 0."""
+        return values.amin(0)
+
+
+@dataclass(frozen=True)
 class Concat:
     """Rows that are put together in the order of the samples.
 
@@ -132,7 +170,7 @@ class Concat:
 
 def is_combinable(leaf: Tree) -> bool:
     """Whether a leaf of `aux` says itself how it combines."""
-    return isinstance(leaf, Mean | Sum | Concat)
+    return isinstance(leaf, Mean | Sum | Extreme | Concat)
 
 
 def parts_of(leaf: Tree, rows: int, where: str) -> tuple[Any, Any]:
@@ -158,7 +196,7 @@ def parts_of(leaf: Tree, rows: int, where: str) -> tuple[Any, Any]:
         raise LossError(
             f"a tensor of shape {list(leaf.shape)} says nothing of how it combines",
             where=where,
-            fix="return fa.Concat(rows), fa.Sum(value) or fa.Mean(total, weight)",
+            fix="return fa.Concat(rows), fa.Sum(value), fa.Max(value) or fa.Mean(total, weight)",
         )
     return leaf if rows == 1 else leaf * rows, rows
 

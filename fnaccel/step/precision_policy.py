@@ -15,7 +15,7 @@ import torch
 from fnaccel import tree
 from fnaccel.errors import UnknownNameError, nearest
 from fnaccel.step.choices import DtypeName
-from fnaccel.step.loss import Concat, Mean, Sum
+from fnaccel.step.loss import Concat, Extreme, Mean, Sum
 from fnaccel.tree import Tree
 
 S = TypeVar("S", bound=attrs.AttrsInstance)
@@ -144,8 +144,8 @@ def _cast(out: Tree, dtype: torch.dtype) -> Any:
         return out.to(dtype) if out.is_floating_point() else out
     if isinstance(out, Mean):
         return Mean(_cast(out.total, dtype), out.weight, _cast(out.aux, dtype))
-    if isinstance(out, Sum):
-        return Sum(_cast(out.value, dtype))
+    if isinstance(out, (Sum, Extreme)):
+        return type(out)(_cast(out.value, dtype))
     if isinstance(out, Concat):
         return Concat(_cast(out.value, dtype), out.pad)
     if isinstance(out, dict):

@@ -11,7 +11,7 @@ from torch import nn
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError, CapabilityError, LossError, MicroBatchError
 from fnaccel.models.parameter_values import params, run_with
-from fnaccel.step.loss import Concat, Mean, Sum, read_loss
+from fnaccel.step.loss import Concat, Extreme, Mean, Sum, read_loss
 from fnaccel.step.loss_info import Informed
 from fnaccel.tree import Tree
 
@@ -175,7 +175,7 @@ def _taken(aux: Tree, where: str) -> tuple[list[torch.Tensor], Any]:
     for leaf in leaves:
         if isinstance(leaf, Mean):
             tensors += [torch.as_tensor(leaf.total), torch.as_tensor(leaf.weight)]
-        elif isinstance(leaf, (Sum, Concat)):
+        elif isinstance(leaf, (Sum, Extreme, Concat)):
             if not isinstance(leaf.value, (torch.Tensor, int, float)):
                 raise LossError(
                     f"fa.{type(leaf).__name__} of {type(leaf.value).__name__} in aux of a row",
@@ -198,6 +198,8 @@ def _combined(tensors: list[torch.Tensor], kind: Any) -> Any:
             leaves.append(Mean(next(values).sum(0), next(values).sum(0)))
         elif each is Sum:
             leaves.append(Sum(next(values).sum(0)))
+        elif isinstance(each, type) and issubclass(each, Extreme):
+            leaves.append(each(each.fold(next(values))))
         elif isinstance(each, Concat):
             leaves.append(Concat(next(values).flatten(0, 1), each.pad))
         else:
