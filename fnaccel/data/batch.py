@@ -42,6 +42,14 @@ class Batch:
     per_sample: int = 1
     source: Mapping[str, Any] | None = attrs.field(default=None, eq=False, repr=False)
 
+    def replace(self, data: Any) -> Batch:
+        """This batch with other data, of the same rows: its position and what counts stay.
+
+        Example:
+            >>> batch = batch.replace({"tokens": batch["tokens"].flip(1), "labels": batch["labels"].flip(1)})
+        """
+        return attrs.evolve(self, data=data)
+
 
 class Window(tuple[Any, ...]):
     """Batches that make one update together: its members are the micro-batches as they stand.

@@ -169,9 +169,11 @@ class Updater:
             # below 0 until it starts. Of a part that starts at once nothing is read on the host
             since = int(updates) - part.starts if part.starts else updates
             part.not_started = waits = bool(part.starts and since < 0)
-            base = 0.0 if waits else self._rate(part.base, since)
+            base = 0.0 if waits else self.scheduled(part.base, since)
             reported[part.rate] = base
-            rates.append([base if waits or own is None else self._rate(own, since) for _, own in part.own])
+            rates.append(
+                [base if waits or own is None else self.scheduled(own, since) for _, own in part.own]
+            )
             for (name, own), rate in zip(part.own, rates[-1], strict=True):
                 if own is not None:
                     reported[name] = rate
@@ -284,7 +286,8 @@ class Updater:
             if skipped is not None:
                 grads.skip = torch.tensor(skipped, device=number.device)
 
-    def _rate(self, schedule: Callable[[Any], Any], updates: Scalar) -> Any:
+    def scheduled(self, schedule: Callable[[Any], Any], updates: Scalar) -> Any:
+        """The value of a schedule. One of a user is read on the host, unless it takes tensors."""
         if self._on_device and not takes_tensors(schedule):
             return schedule(int(updates))
         return schedule(updates)

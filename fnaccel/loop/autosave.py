@@ -13,7 +13,7 @@ import attrs
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.collectives import any_process
 from fnaccel.errors import FnaccelError, Preempted, as_names
-from fnaccel.loop.evaluating import Evaluations, Every, Steps, check_every, falls
+from fnaccel.loop.evaluating import Evaluations, Every, Steps, Work, check_every, falls
 from fnaccel.loop.preemption import SIGNALS, preemption
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState
@@ -75,7 +75,7 @@ class Saver:
 
     Attributes:
         plan: where, and when.
-        train_step: its states are saved.
+        work: what the loop does with each batch.
         evaluations: say which steps to save besides, and what is kept of them.
         last: the newest state that the loop was given.
         step, path: of the newest save.
@@ -83,7 +83,7 @@ class Saver:
     """
 
     plan: Autosave
-    train_step: TrainStep
+    work: Work
     evaluations: Evaluations
     last: TrainState | None = None
     step: int | None = None
@@ -110,8 +110,12 @@ class Saver:
                 yield state, metrics
                 # not before the loop asks for the next step: its body may still change `extras`
                 due = due or falls(self.plan.every, state) or self.evaluations.to_save
-                if not self._whole(state) and (due or notice.stopping) and not self._may_stop(notice):
-                    continue  # ranks train apart, and are the same again a few steps later
+                if (
+                    not self.work.is_whole(state)
+                    and (due or notice.stopping)
+                    and not self._may_stop(notice, state)
+                ):
+                    continue  # a few steps later ranks are the same again, and the batch is done
                 if notice.stopping:
                     break
                 if due:
@@ -133,13 +137,15 @@ class Saver:
         if state is not None:
             check_extras(state.extras, "fa.scan(save=)", self.train_step.mesh.world)
 
-    def _whole(self, state: TrainState) -> bool:
-        """Whether all ranks hold the same values after the step of this state."""
-        return self.train_step.engine.layout.whole_from(state.step) == state.step
-
-    def _may_stop(self, notice: Any) -> bool:
+    def _may_stop(self, notice: Any, state: TrainState) -> bool:
         """Whether the loop ends here, and the values of each replica can be saved."""
-        return notice.stopping and self.train_step.engine.layout.of_replicas is not None
+        apart = self.train_step.engine.layout.of_replicas is not None
+        return notice.stopping and apart and self.work.batch_ended(state)
+
+    @property
+    def train_step(self) -> TrainStep:
+        """Its states are saved."""
+        return self.work.train_step
 
     def save(self, state: TrainState) -> None:
         """Save a state, unless its step is saved. Between averages of replicas only as a loop ends."""
@@ -154,7 +160,7 @@ class Saver:
             "metrics": self.evaluations.metrics(state.step),
             "each_machine": plan.each_machine,
         }
-        if plan.background and self._whole(state):
+        if plan.background and self.work.is_whole(state):
             self.pending = save_async(plan.directory, state, **options)
         else:
             self.path = save(plan.directory, state, between=True, **options)

@@ -19,7 +19,7 @@ from fnaccel.checkpoint.disk.retention import Best, Metrics, Mode, finite, metri
 from fnaccel.collectives import gather_objects
 from fnaccel.collectives.objects import broadcast_objects
 from fnaccel.collectives.signature import meet
-from fnaccel.data import Shards, open_on, steps_per_epoch
+from fnaccel.data import Batch, Shards, Window, open_on, steps_per_epoch
 from fnaccel.data.cut import shapes_of
 from fnaccel.engine.same_rows import checksum
 from fnaccel.engine.scoring import Scores
@@ -38,6 +38,50 @@ Every = int | Literal["epoch"]
 """After so many steps, or after each epoch."""
 
 _logger = logging.getLogger("fnaccel")
+
+
+@attrs.frozen
+class Work:
+    """What a loop does with each batch: `fa.scan` says what the fields are.
+
+    Attributes:
+        began: the step at which the loop began.
+    """
+
+    train_step: TrainStep
+    given: Mapping[str, Any] | None = None
+    before: Callable[[TrainState, Batch], Any] | None = None
+    after: Callable[[TrainState, dict[str, Any], Any], TrainState] | None = None
+    updates_per_batch: int = 1
+    began: int = 0
+
+    def prepared(self, state: TrainState, batch: Batch | Window) -> Batch | Window:
+        """The batch that is trained on."""
+        if self.before is None:
+            return batch
+        if isinstance(batch, Window):
+            return Window(self.prepared(state, each) for each in batch)
+        made = self.before(state, batch)
+        return made if isinstance(made, Batch) else batch.replace(made)
+
+    def update(self, state: TrainState, batch: Batch | Window) -> tuple[TrainState, dict[str, Any]]:
+        """One update."""
+        if self.given is None:
+            state, metrics = self.train_step(state, batch)
+        else:
+            state, metrics = self.train_step(state, batch, given=self.given)
+        if self.after is not None:
+            state = self.after(state, metrics, batch)
+            lease_of(state, "the result of after(state, metrics, batch) of fa.scan")
+        return state, metrics
+
+    def batch_ended(self, state: TrainState) -> bool:
+        """Whether all updates of a batch are made."""
+        return (state.step - self.began) % self.updates_per_batch == 0
+
+    def is_whole(self, state: TrainState) -> bool:
+        """Whether all updates of a batch are made, and all ranks hold the same values."""
+        return self.batch_ended(state) and self.train_step.engine.layout.whole_from(state.step) == state.step
 
 
 def check_every(where: str, every: Any, *, needed: bool = False) -> None:
@@ -257,7 +301,7 @@ class Evaluations:
     """The evaluations of one loop.
 
     Args:
-        train_step: whose states are evaluated.
+        work: what the loop does with each batch.
         evaluate: the records.
         directory: of the checkpoints of the loop, if it has one.
         shown: whether this rank shows a bar.
@@ -272,9 +316,7 @@ class Evaluations:
         ArgumentError: no records, or two of one name.
     """
 
-    def __init__(
-        self, train_step: TrainStep, evaluate: Evaluate, directory: Path | None, shown: bool
-    ) -> None:
+    def __init__(self, work: Work, evaluate: Evaluate, directory: Path | None, shown: bool) -> None:
         given = (evaluate,) if isinstance(evaluate, Evaluation) else tuple(evaluate or ())
         where = "fa.scan(evaluate=)"
         for record in given:
@@ -290,7 +332,8 @@ class Evaluations:
         self.found: dict[str, Any] = {}
         self.to_save = False
         self.log: Callable[[int, Mapping[str, Any]], object] | None = None
-        self._train_step, self._directory, self._shown = train_step, directory, shown
+        self._work, self._train_step = work, work.train_step
+        self._directory, self._shown = directory, shown
         self._decided = {name: _Decided() for name in self.records}
         self._step = -1
 
@@ -339,7 +382,7 @@ class Evaluations:
     def _evaluate(self, state: TrainState) -> None:
         """Do the evaluations that are due after the step of this state."""
         self.found, self.to_save, self._step = {}, False, state.step
-        whole = self._train_step.engine.layout.whole_from(state.step) == state.step
+        whole = self._work.is_whole(state)
         for name, record in self.records.items():
             decided = self._decided[name]
             decided.due = decided.due or falls(record.every, state)

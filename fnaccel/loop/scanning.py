@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fnaccel.collectives import any_process
-from fnaccel.data import Shards, in_windows, open_on
+from fnaccel.data import Batch, Shards, in_windows, open_on
 from fnaccel.data.lengths import updates
-from fnaccel.errors import LoaderError, moved_arguments, require
+from fnaccel.errors import LoaderError, moved_arguments, require, require_counts
 from fnaccel.loop.autosave import Autosave, Saver, Steps
-from fnaccel.loop.evaluating import Evaluate, Evaluations, check_shards
+from fnaccel.loop.evaluating import Evaluate, Evaluations, Work, check_shards
 from fnaccel.loop.leaving import LeftLoops
 from fnaccel.loop.measured import Measures, Watch
 from fnaccel.loop.nonfinite import NonfiniteLoss
@@ -22,7 +22,6 @@ from fnaccel.loop.tracking import Track, as_tracking, of_rank
 from fnaccel.program.train_step import TrainStep
 from fnaccel.seeing.versions import environment
 from fnaccel.state import Position, TrainState, check_state, following, lease_of
-from fnaccel.world.world import World
 
 
 @moved_arguments(
@@ -50,6 +49,10 @@ def scan(
     steps: int | None = None,
     epochs: int | None = None,
     max_seconds: float | None = None,
+    given: Mapping[str, Any] | None = None,
+    before: Callable[[TrainState, Batch], Any] | None = None,
+    after: Callable[[TrainState, dict[str, Any], Any], TrainState] | None = None,
+    updates_per_batch: int = 1,
     progress: bool = False,
     evaluate: Evaluate = None,
     save: str | Path | Autosave | None = None,
@@ -70,6 +73,14 @@ def scan(
         epochs: stop when this many epochs are complete. Without both: the rest of this epoch.
         max_seconds: stop after the step in which this many seconds of wall time are over on any rank. With
             several ranks each step then costs one small exchange between them.
+        given: of each call of the train step: states of other train steps, numbers, tensors, schedules.
+        before: `before(state, batch) -> batch`, called with each batch on its device, and of a window with
+            each of its batches: rollouts by `train_step.look(state, ...)`, augmentation, targets of another
+            model. It returns `batch.replace(data)`, or the new data alone.
+        after: `after(state, metrics, batch) -> state`, called after each update with what was trained on. It
+            returns the state, or `state.with_extras(...)`, which is part of the checkpoint of that step.
+        updates_per_batch: so many updates on each batch. Saves, evaluations, `steps`, `max_seconds` and stop
+            requests wait for the last of them, because a rollout can't be made again from other parameters.
         progress: show a bar with loss, rate and time left, on rank 0.
         evaluate: evaluate during the loop as `fa.Evaluation` says, or as several with names of their own do.
             Metrics such as `eval/loss` are in those of that step, and are logged.
@@ -118,7 +129,6 @@ def scan(
     plan = save if isinstance(save, Autosave | None) else Autosave(save)
     tracking, world = as_tracking(track), train_step.mesh.world
     shown = progress and world.is_main
-    evaluations = Evaluations(train_step, evaluate, None if plan is None else Path(plan.directory), shown)
     opened = tracking.opened("fa.scan(track=)", None if plan is None else Path(plan.directory))
     writers = of_rank(opened, world)
     if epochs is None and steps is None:
@@ -128,18 +138,21 @@ def scan(
     measures = None
     if watch is not None and (watch.throughput or watch.memory):
         measures = Measures(train_step, watch)
-    taken = _steps(train_step, state, shards, steps, epochs, measures)
+    require_counts("fa.scan", updates_per_batch=updates_per_batch)
+    work = Work(train_step, given, before, after, updates_per_batch, began=state.step)
+    taken = _steps(work, state, shards, steps, epochs, measures)
     if measures is not None:
         taken = _inside(measures, taken)
     if watch is not None and watch.profile is not None:
         taken = _inside(watch.profile, taken)
     if max_seconds is not None:
-        taken = _until(max_seconds, taken, world)
+        taken = _until(max_seconds, taken, work)
+    evaluations = Evaluations(work, evaluate, None if plan is None else Path(plan.directory), shown)
     if evaluations.records:
         taken = evaluations.run(taken, state)
     saver = None
     if plan is not None:
-        saver = Saver(plan, train_step, evaluations)
+        saver = Saver(plan, work, evaluations)
         taken = saver.run(taken)
     taken = _told(taken, train_step, saver)
     if writers or shown:
@@ -151,26 +164,28 @@ def scan(
 
 
 def _steps(
-    train_step: TrainStep,
+    work: Work,
     state: TrainState,
     shards: Shards,
     steps: int | None,
     epochs: int | None,
     measures: Measures | None,
 ) -> Steps:
-    began = state.step
+    began, train_step = state.step, work.train_step
     nonfinite = NonfiniteLoss(speaks=train_step.mesh.world.is_main)
     while (steps is None or state.step < steps) and (epochs is None or state.data.epoch < epochs):
         started = state.step
         for batch in _run(train_step, shards, state, epochs):
             if measures is not None and state.step == began:
                 measures.before(state, batch)
-            position = state.data
-            state, metrics = train_step(state, batch)
-            nonfinite.look(state.step, metrics)
-            if measures is not None:
-                measures.add(batch, position, state.data, metrics)
-            yield state, metrics
+            prepared = work.prepared(state, batch)
+            for _ in range(work.updates_per_batch):
+                position = state.data
+                state, metrics = work.update(state, prepared)
+                nonfinite.look(state.step, metrics)
+                if measures is not None:
+                    measures.add(prepared, position, state.data, metrics)
+                yield state, metrics
             if steps is not None and state.step >= steps:
                 break
         if state.step == started:
@@ -214,13 +229,14 @@ def _told(steps: Steps, train_step: TrainStep, saver: Saver | None) -> Steps:
         raise
 
 
-def _until(seconds: float, steps: Steps, world: World) -> Steps:
+def _until(seconds: float, steps: Steps, work: Work) -> Steps:
     """Pass steps on until the time is over, on all ranks at the same step."""
     end = time.monotonic() + seconds
     with contextlib.closing(steps):
         for state, metrics in steps:
             yield state, metrics
-            if any_process(time.monotonic() >= end, world=world):
+            over = time.monotonic() >= end
+            if work.batch_ended(state) and any_process(over, world=work.train_step.mesh.world):
                 return
 
 

@@ -1,19 +1,23 @@
-"""Models of other train steps, lent for one call: seen by the loss, neither donated nor trained.
+"""What `given=` hands to a loss for one call: models of other train steps, numbers, tensors and schedules.
 
-Their parameters take no gradient while they are lent. Gradients flow through them.
+Models are neither donated nor trained. Their parameters take no gradient while they are lent. Gradients flow
+through them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 
 from fnaccel.engine.engine import Engine
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.state import TrainState, lease_of, refuse_averaged
+from fnaccel.step.loss import Scalar
 from fnaccel.world.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class LentModels:
-    """The lent models by name, as the loss sees them, and the engines they live in."""
+    """The lent models and values by name, as the loss sees them, and the engines that models live in."""
 
     models: dict[str, Any]
     engines: tuple[Engine, ...]
@@ -65,17 +69,35 @@ def _check_rows(name: str, lent: Mesh, borrower: Mesh) -> None:
         )
 
 
-def lend(given: Mapping[str, Any], borrower: StateOwner) -> LentModels:
-    """Check the states in `given=` and find their models.
+def _value(name: str, value: Any, borrower: StateOwner, updates: Scalar) -> torch.Tensor:
+    """A number, a tensor or a schedule's value as a tensor: a graph would be compiled for each number."""
+    if callable(value) and not isinstance(value, torch.nn.Module):
+        value = borrower.instance.updater.scheduled(value, updates)
+    device = borrower.mesh.world.device
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device, non_blocking=True)
+    if not isinstance(value, numbers.Real):
+        raise ArgumentError(
+            f"given[{name!r}] is {type(value).__name__}, not the state of a train step, a number, a tensor "
+            "or a schedule",
+            where="train_step(state, batch, given=...)",
+            fix='given={"teacher": teacher_state, "temperature": 0.5}',
+        )
+    whole = isinstance(value, numbers.Integral)
+    return torch.full((), value, dtype=torch.int64 if whole else torch.float32, device=device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def lend(given: Mapping[str, Any], borrower: StateOwner, updates: Scalar) -> LentModels:
+    """Check the states in `given=` and find their models. Numbers and schedules become 0-d tensors.
 
     Raises:
-        ArgumentError: a value is no state, or belongs to the borrower itself.
+        ArgumentError: a value is of another type, or a state belongs to the borrower itself.
         CapabilityError: a model that tensor parallelism cuts, while the borrower's ranks have other rows.
         StaleStateError, UnleasedStateError: a state that is not live.
     """
     if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's
         raise ArgumentError(
-            f"given is {type(given).__name__}, not a dict of states",
+            f"given is {type(given).__name__}, not a dict of states or values",
             where="train_step(state, batch, given=...)",
             fix='given={"teacher": teacher_state}',
         )
@@ -83,11 +105,8 @@ def lend(given: Mapping[str, Any], borrower: StateOwner) -> LentModels:
     engines: list[Engine] = []
     for name, state in given.items():
         if not isinstance(state, TrainState):
-            raise ArgumentError(
-                f"given[{name!r}] is {type(state).__name__}, not the state of a train step",
-                where="train_step(state, batch, given=...)",
-                fix='given={"teacher": teacher_state}',
-            )
+            models[name] = _value(name, state, borrower, updates)
+            continue
         owner = lease_of(state, f"given[{name!r}]").owner
         if owner is borrower:
             raise ArgumentError(

@@ -213,14 +213,16 @@ class TrainStep(ModelAccess):
         return self._owner.adopt(state)
 
     def __call__(
-        self, state: TrainState, batch: Tree, *, given: Mapping[str, TrainState] | None = None
+        self, state: TrainState, batch: Tree, *, given: Mapping[str, Any] | None = None
     ) -> tuple[TrainState, dict[str, Any]]:
         """One update.
 
         Args:
             state: the live state, which is donated.
             batch: this rank's rows (any pytree), a `fa.data.Batch`, or a `fa.data.Window` of micro-batches.
-            given: states of other train steps. The loss gets their models as its third argument.
+            given: by name, states of other train steps, numbers, tensors and schedules. The loss gets a dict
+                as its third argument, with the models of states, and with 0-d tensors for numbers and for
+                values of schedules, which are called with `state.updates`. New values compile nothing again.
 
         Returns:
             The next state, and metrics: `loss`, `weight`, `lr`, those of transforms, and aux.
@@ -313,7 +315,7 @@ class ValueAndGrad(Protocol):
     """`fn(state, batch, *, given=None) -> (metrics, grads)`."""
 
     def __call__(
-        self, state: TrainState, batch: Tree, *, given: Mapping[str, TrainState] | None = None
+        self, state: TrainState, batch: Tree, *, given: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Metrics and gradients at a live state."""
         ...

@@ -33,7 +33,7 @@ def update(
     state: TrainState,
     batch: Tree,
     *,
-    given: Mapping[str, TrainState] | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """`TrainStep.__call__` below its CALL transforms: the next state, leased, and metrics.
 
@@ -119,12 +119,12 @@ def begin(
     check_first: Callable[[Tree, LentModels | None], None],
     state: TrainState,
     batch: Tree,
-    given: Mapping[str, TrainState] | None,
+    given: Mapping[str, Any] | None,
 ) -> tuple[Instance, MicroBatches, LentModels | None]:
     """What updates the state, the micro-batches of this rank, and what is lent, of the call's arguments."""
     instance = owner.instance_of(state)
     micro_batches = instance.begin(state, batch)
-    lent = None if given is None else lend(given, owner)
+    lent = None if given is None else lend(given, owner, state.updates)
     if state.step == 0:
         check_first(micro_batches[0].data, lent)
     if instance.lowered.part is not None:  # several ranks compute parts of each row

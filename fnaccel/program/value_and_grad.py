@@ -28,7 +28,7 @@ def gradient(
     state: TrainState,
     batch: Tree,
     *,
-    given: Mapping[str, TrainState] | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """See `fa.value_and_grad`. The arguments are those of `update`."""
     engine = owner.instance_of(state).engine
