@@ -5,7 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 FOLDER = "tests/strategies/replicas"
-TRAINING, CHECKPOINTS, STOPS = (f"{FOLDER}/test_{name}.py" for name in ("training", "checkpoints", "stops"))
+TRAINING, CHECKPOINTS, STOPS, ANCHOR = (
+    f"{FOLDER}/test_{name}.py" for name in ("training", "checkpoints", "stops", "anchor")
+)
 BOUNDARY = "strategies/replicas/boundary.py"
 
 MUTANTS = (
@@ -155,5 +157,19 @@ MUTANTS = (
         'mesh.shown[shards if mesh.gradient_size == mesh["shard"].size else ("dp_replicate", shards)]',
         'mesh.shown[("dp_replicate", shards) if mesh.degrees.get("dp_replicate", 1) > 1 else shards]',
         (TRAINING, "-k", "one_loop and fsdp and even"),
+    ),
+    Mutant(
+        "replicas: evaluation between two averages reads those of each",
+        "program/state_owner.py",
+        "if layout.read_between is not None and layout.whole_from(live.step) != live.step:",
+        "if False:",
+        (ANCHOR, "-k", "evaluate_and_look"),
+    ),
+    Mutant(
+        "replicas: a score mixes buffers of several",
+        "loop/evaluating.py",
+        "if group is None or (layout.shares_buffers and same_at == state.step):",
+        "if group is None or layout.shares_buffers:",
+        (ANCHOR, "-k", "mix_replicas"),
     ),
 )

@@ -34,7 +34,12 @@ def build_replicas(build: Build, axis: Replicas) -> tuple[Engine, Built]:
     boundary = Boundary(axis, engine, built)
     hooks = attrs.evolve(engine.hooks, init=boundary.first, after_update=boundary)
     of_replicas = ("opt",) if axis.slots == "local" else ()
-    layout = attrs.evolve(engine.layout, next_whole=axis.next_whole, of_replicas=of_replicas)
+    layout = attrs.evolve(
+        engine.layout,
+        next_whole=axis.next_whole,
+        of_replicas=of_replicas,
+        read_between=boundary.anchor if isinstance(axis, Diloco) else None,
+    )
     return attrs.evolve(engine, name=axis.maker, layout=layout, hooks=hooks), built
 
 
@@ -61,6 +66,10 @@ class Boundary:
             self._outer = Outer(self._axis.outer, self._leaves)
             return self._outer.state(0)
         return {"averages": 0}
+
+    def anchor(self, own: Any) -> list[torch.Tensor]:
+        """This rank's values of the anchor that a state of the axis holds."""
+        return [_torch.local_of(own["anchor"][leaf.name]) for leaf in self._leaves]
 
     def __call__(self, updated: Updated) -> Tree:
         """Average, if replicas do so after this update. Returns the next state of the axis."""
