@@ -21,14 +21,14 @@ MUTANTS = (
     Mutant(
         "replicas: the anchor of a state is left alone",
         "strategies/replicas/outer.py",
-        '            _copy(leaf.shard, own["anchor"][name])\n',
+        '            leaf.shard.copy_(_torch.local_of(own["anchor"][name]))\n',
         "",
         (CHECKPOINTS, "-k", "adopted and diloco"),
     ),
     Mutant(
         "replicas: the outer slots of a state are left alone",
         "strategies/replicas/outer.py",
-        '                _copy(_torch.local_of(value), own["slots"][name][slot])\n',
+        '                _torch.local_of(value).copy_(_torch.local_of(own["slots"][name][slot]))\n',
         "                pass\n",
         (CHECKPOINTS, "-k", "adopted and diloco"),
     ),
@@ -164,6 +164,22 @@ MUTANTS = (
         "if layout.read_between is not None and layout.whole_from(live.step) != live.step:",
         "if False:",
         (ANCHOR, "-k", "evaluate_and_look"),
+    ),
+    Mutant(
+        "replicas: an anchor for host memory is on the device",
+        "strategies/replicas/boundary.py",
+        'on_host=self._axis.anchor == "host"',
+        "on_host=False",
+        (ANCHOR, "-k", "asked_for"),
+    ),
+    Mutant(
+        "replicas: an anchor in host memory is counted on the device",
+        "strategies/replicas/record.py",
+        """        if self.anchor == "host":
+            return 0
+""",
+        "",
+        (FOLDER + "/test_options.py", "-k", "estimate"),
     ),
     Mutant(
         "replicas: a score mixes buffers of several",

@@ -63,7 +63,7 @@ class Boundary:
     def first(self) -> Tree:
         """The first state of the axis: the outer optimizer's, or the number of averages."""
         if isinstance(self._axis, Diloco):
-            self._outer = Outer(self._axis.outer, self._leaves)
+            self._outer = Outer(self._axis.outer, self._leaves, on_host=self._axis.anchor == "host")
             return self._outer.state(0)
         return {"averages": 0}
 
@@ -92,7 +92,7 @@ class Boundary:
         outer.take(own)
         updates = own["updates"]
         if warmed_up:
-            changes = [a - p for a, p in zip(outer.anchor, self._params, strict=True)]
+            changes = [a.to(p.device) - p for a, p in zip(outer.anchor, self._params, strict=True)]
             self._mean.of(changes, torch.bfloat16 if self._axis.send == "bfloat16" else None)
             updates += 1
             outer.step(changes, updates)

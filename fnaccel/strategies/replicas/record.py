@@ -24,6 +24,7 @@ from fnaccel.texts import counted, size_of
 Slots = Literal["local", "average"]
 Weighting = Literal["replicas", "rows"]
 Send = Literal["float32", "bfloat16"]
+Anchor = Literal["device", "host"]
 
 
 @attrs.frozen(kw_only=True)
@@ -101,15 +102,23 @@ class Diloco(Replicas):
     every: int = 64
     outer: str = "sgd(0.7, momentum=0.9, nesterov=True)"
     send: Send = "float32"
+    anchor: Anchor = "device"
 
     def held(self, parameters: int) -> int:
-        """The bytes of the anchor and its slots."""
+        """The bytes of the anchor and its slots in the memory of the device."""
+        if self.anchor == "host":
+            return 0
         outer = read_outer(self.outer)
         slots = 2 if outer.name != "sgd" else int(dict(outer.options)["momentum"] > 0)
         return parameters * (1 + slots)
 
     def _sent(self, parameters: int) -> int:
         return parameters if self.send == "float32" else parameters // 2
+
+    def plan_notes(self, spec: Spec) -> list[str]:
+        """The notes of all replicas, and where the anchor is."""
+        host = "diloco: the anchor and the slots of the outer optimizer are in host memory"
+        return super().plan_notes(spec) + [host] * (self.anchor == "host")
 
     def check(self, spec: Spec) -> None:
         """Raise for averages of parameters, which would follow a replica and not the anchor."""
@@ -170,6 +179,7 @@ def diloco(
     outer: str | Optimizer = "sgd(0.7, momentum=0.9, nesterov=True)",
     warmup: int = 0,
     send: Send = "float32",
+    anchor: Anchor = "device",
     slots: Slots = "local",
     weighting: Weighting = "replicas",
 ) -> Strategy:
@@ -188,6 +198,8 @@ def diloco(
         warmup: steps at the start after which parameters are averaged. The outer optimizer begins after them.
         send: the dtype in which changes are summed. `"bfloat16"` halves the bytes, and rounds each change to
             8 bits: an error of at most 2**-8 of it for each replica.
+        anchor: `"host"` keeps the anchor and the outer slots in CPU memory, pinned beside an accelerator. The
+            outer update runs there, on the mean change, and its result is copied to the device.
         slots, weighting: as for `local_sgd`, of the inner updates.
 
     Raises:
@@ -198,9 +210,19 @@ def diloco(
         >>> fa.distribute(GPT, fa.diloco(every=32, outer=fa.sgd(0.8, momentum=0.9)))
     """
     require(send in get_args(Send), f"send={send!r}", "fa.diloco", '"float32" or "bfloat16"')
+    require(anchor in get_args(Anchor), f"anchor={anchor!r}", "fa.diloco", '"device" or "host"')
     text = outer_text(outer) if isinstance(outer, Optimizer) else outer
     read_outer(text)
-    axis = Diloco(degree, every=every, outer=text, warmup=warmup, send=send, slots=slots, weighting=weighting)
+    axis = Diloco(
+        degree,
+        every=every,
+        outer=text,
+        warmup=warmup,
+        send=send,
+        anchor=anchor,
+        slots=slots,
+        weighting=weighting,
+    )
     _check("fa.diloco", axis)
     return Strategy((axis,))
 

@@ -1,13 +1,18 @@
-"""The anchor of DiLoCo: evaluation reads it between two averages."""
+"""The anchor of DiLoCo: evaluation reads it between two averages, and it may be in host memory."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel.errors import AveragedError
+from fnaccel.extend import Leaf, Updated
+from fnaccel.strategies.replicas.boundary import Boundary
 from tests.strategies.replicas.raw import rows
 from tests.strategies.replicas.test_training import Normed
 from tests.tiny_models import Net, batch_of, loss_fn, program, whole, whole_params
@@ -133,3 +138,52 @@ def test_a_score_that_would_mix_replicas_names_the_next_average(pools, strategy,
     for found in pools.run(2, refused, strategy, model):
         assert text in found
         assert "evaluate after step 6" in found
+
+
+def going_on(strategy, folder, resume):
+    """Parameters and the state of the axis after seven steps, of a run that was saved after four."""
+    train_step = made(strategy)
+    state = train_step.init(seed=0)
+    if resume:
+        state = fa.restore(folder, like=state)
+    else:
+        state = stepped(train_step, state, 4)
+        fa.save(folder, state, between=True)
+        scored(train_step, state)
+    state = stepped(train_step, state, 7)
+    found = whole_params(state), fa.tree.map_tensors(whole, dict(state.transforms))
+    train_step.close()
+    return found
+
+
+@pytest.mark.parametrize(("product", "ranks"), [("", 2), (" * fsdp(2)", 4)])
+def test_an_anchor_in_host_memory_has_the_bits_of_one_on_the_device(pools, tmp_path, product, ranks):
+    first = pools.run(ranks, going_on, f"diloco(2, every=3){product}", tmp_path / "device", False)
+    other = pools.run(
+        ranks, going_on, f"diloco(2, every=3, anchor='host'){product}", tmp_path / "host", False
+    )
+    again = pools.run(ranks, going_on, f"diloco(2, every=3, anchor='host'){product}", tmp_path / "host", True)
+    for device, host, resumed in zip(first, other, again, strict=True):
+        assert fa.tree.allclose(device, host, rtol=0, atol=0)
+        assert fa.tree.allclose(host, resumed, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("outer", ["sgd(0.7, momentum=0.9)", "adam(0.1)"])
+@pytest.mark.parametrize(("anchor", "memory"), [("host", "cpu"), ("device", "cuda")])
+def test_the_anchor_of_parameters_on_a_gpu_is_in_the_memory_that_is_asked_for(anchor, memory, outer):
+    """On tensors that hold no values."""
+    (axis,) = fa.diloco(1, every=2, warmup=1, anchor=anchor, outer=outer).axes
+    with FakeTensorMode():
+        param = torch.nn.Parameter(torch.empty(3, device="cuda"))
+        layout = SimpleNamespace(
+            leaves=[Leaf("weight", param, param.detach(), param)], mesh=SimpleNamespace(degrees={})
+        )
+        boundary = Boundary(axis, SimpleNamespace(layout=layout), SimpleNamespace(modules={}))
+        own = boundary.first()
+        for step in (1, 2, 3):  # a mean, nothing, an outer update
+            tensors = [x for x in fa.tree.leaves(own) if isinstance(x, torch.Tensor)]
+            assert {x.device.type for x in tensors} == {memory}
+            assert len(tensors) == (2 if outer.startswith("sgd") else 3)
+            if anchor == "host":  # the kernel runs on the CPU
+                own = boundary(Updated(step=step, params={}, buffers={}, opt={}, ema=None, own=own))
+        assert own["updates"] == (anchor == "host")
