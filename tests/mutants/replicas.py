@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 FOLDER = "tests/strategies/replicas"
-TRAINING, CHECKPOINTS, STOPS, ANCHOR = (
-    f"{FOLDER}/test_{name}.py" for name in ("training", "checkpoints", "stops", "anchor")
+TRAINING, CHECKPOINTS, STOPS, ANCHOR, QUIET = (
+    f"{FOLDER}/test_{name}.py" for name in ("training", "checkpoints", "stops", "anchor", "boundary")
 )
 BOUNDARY = "strategies/replicas/boundary.py"
 
@@ -180,6 +180,41 @@ MUTANTS = (
 """,
         "",
         (FOLDER + "/test_options.py", "-k", "estimate"),
+    ),
+    Mutant(
+        "replicas: totals are sent between averages, too",
+        "program/instance.py",
+        "self.alone = self.engine.layout.whole_from(state.step + 1) != state.step + 1",
+        "self.alone = False",
+        (QUIET, "-k", "send_nothing and plain and even"),
+    ),
+    Mutant(
+        "replicas: one of them stops at a signal by itself",
+        "program/instance.py",
+        "notice = None  # other",
+        "pass  # other",
+        (QUIET, "-k", "stop_request"),
+    ),
+    Mutant(
+        "replicas: one without rows falls behind those that it does not hear",
+        "program/instance.py",
+        '(self.alone or not is_uncounted(metrics["weight"]))',
+        'not is_uncounted(metrics["weight"])',
+        (QUIET, "-k", "send_nothing and plain and without"),
+    ),
+    Mutant(
+        "replicas: kinds of losses are compared within one of them only",
+        "engine/aux_values.py",
+        "if group not in self._groups:",
+        "if self.seen is None:",
+        (QUIET, "-k", "two_kinds and fsdp"),
+    ),
+    Mutant(
+        "replicas: the hang detector ends a run whose replicas are steps apart",
+        "program/update_guard.py",
+        "shares = instance.shares and not instance.alone",
+        "shares = instance.shares",
+        (QUIET, "-k", "steps_apart"),
     ),
     Mutant(
         "replicas: a score mixes buffers of several",
