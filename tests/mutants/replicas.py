@@ -138,6 +138,13 @@ MUTANTS = (
         (STOPS, "-k", "that_they_are_of"),
     ),
     Mutant(
+        "replicas: the name of a checkpoint says whether it is between two averages",
+        "checkpoint/stored_states.py",
+        'described.tree["TrainState"]["step"]',
+        "described.step",
+        (CHECKPOINTS, "-k", "number_of_a_checkpoint"),
+    ),
+    Mutant(
         "replicas: a snapshot of one is saved for all",
         "checkpoint/saving.py",
         "            _refuse_axis_state(state, where)\n",
@@ -194,6 +201,13 @@ MUTANTS = (
         "notice = None  # other",
         "pass  # other",
         (QUIET, "-k", "stop_request"),
+    ),
+    Mutant(
+        "replicas: a GPU's answer to a stop request is read an interval later",
+        "program/instance.py",
+        "notice.at_once = self._at_averages",
+        "pass",
+        (QUIET, "-k", "read_at_once"),
     ),
     Mutant(
         "replicas: one without rows falls behind those that it does not hear",
