@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
+from fnaccel.engine.stop_request import Notice
 from fnaccel.errors import ArgumentError, CapabilityError, LossError, Preempted
 from fnaccel.testing import count_collectives
 from fnaccel.world.progress_marks import NOW
@@ -73,7 +74,7 @@ def test_ranks_of_one_replica_still_add_up_their_totals(pools, strategy, ranks):
     apart = strategy.replace("every=3", "every=3, metrics='boundary'")
     found = pools.run(ranks, trained, apart, 7, "even", "accumulated")
     for (params, losses, _, _), (wanted, all_losses, _, _) in zip(found, each, strict=True):
-        assert fa.tree.allclose(params, wanted, rtol=1e-6, atol=1e-7)
+        assert equal(params, wanted)
         assert [losses[2], losses[5]] == [all_losses[2], all_losses[5]]
     assert found[0][1] == found[1][1]  # of one replica
     assert found[0][1][0] != found[2][1][0]
@@ -87,9 +88,9 @@ def test_an_update_that_one_replica_leaves_out_is_counted_as_before(pools):
         assert updates == counted
 
 
-def scanned(folder, stop, steps=40):
+def scanned(folder, stop, product="", steps=40):
     """Where a loop ends whose rank 1 gets a signal after a step."""
-    strategy = "local_sgd(2, every=4, metrics='boundary')"
+    strategy = f"local_sgd(2, every=4, metrics='boundary'){product}"
     train_step = program(plain_loss, strategy=strategy, optimizer=fa.adamw(0.02))
     state, ended = train_step.init(seed=0), None
     shards = fa.shard(DataLoader(TensorDataset(*batch_of(390)), batch_size=11, shuffle=True), seed=5)
@@ -107,6 +108,42 @@ def scanned(folder, stop, steps=40):
 def test_a_stop_request_is_known_at_the_next_average(pools, tmp_path, stop, ends):
     assert pools.run(2, scanned, tmp_path, stop) == [ends, ends]
     assert [saved.step for saved in fa.checkpoint.checkpoints(tmp_path)] == [ends]
+
+
+@pytest.mark.parametrize("product", [" * fsdp(2)", f" * {TENSOR}"])
+def test_a_stop_request_in_one_rank_of_a_replica_waits_as_well(pools, tmp_path, product):
+    assert pools.run(4, scanned, tmp_path, 5, product) == [8] * 4
+
+
+class OnAGpu:
+    """A count whose value the host can read."""
+
+    device = torch.device("cuda")
+
+    def __gt__(self, other):
+        return True
+
+
+def test_a_gpus_answer_is_read_in_the_step_of_the_average():
+    notice = Notice()
+    notice.at_once = True
+    notice.hear([OnAGpu()], OnAGpu.device)
+    assert notice.stopping
+
+
+def asked_at_once(metrics):
+    """Whether the answer of each step is read at once."""
+    train_step = program(plain_loss, strategy=f"local_sgd(2, every=2, metrics={metrics!r})")
+    state = train_step.init(seed=0)
+    with fa.preemption(train_step) as notice:
+        for number in range(2):
+            state, _ = train_step(state, batch_of(4, number))
+    return notice.at_once
+
+
+def test_only_answers_that_are_steps_apart_are_read_at_once(pools):
+    assert pools.run(2, asked_at_once, "boundary") == [True, True]
+    assert pools.run(2, asked_at_once, "steps") == [False, False]
 
 
 def of_another_kind(model, batch):
