@@ -92,9 +92,10 @@ def reader(
     read, engine = described.reader(where), engine_of(like)
     replica, goes_on, own_slots = None, False, False
     if engine is not None:
-        replica, step = Replica(engine.layout.mesh), described.step
-        same_axis = described.written_by.get("axis_state") == engine.name
-        goes_on = same_axis and not partly and engine.layout.whole_from(step) != step
+        replica = Replica(engine.layout.mesh)
+        if described.written_by.get("axis_state") == engine.name and not partly:
+            step = described.tree["TrainState"]["step"]  # `fa.save(step=)` may have named another
+            goes_on = engine.layout.whole_from(step) != step
         own_slots = "opt" in (engine.layout.of_replicas or ())
     told: list[str] = []
 

@@ -118,25 +118,26 @@ def mixed_kinds(place: str) -> LossError:
 
 
 class Agreement:
-    """The structure of the loss on every rank, compared once, since ranks sum values by position.
+    """The structure of the loss on every rank, compared once in a group, since ranks sum values by position.
 
     Attributes:
         rows: the numbers of rows of the micro-batches of all ranks, that time.
     """
 
-    __slots__ = ("rows", "seen")
+    __slots__ = ("_groups", "rows", "seen")
 
     def __init__(self) -> None:
         self.seen: str | None = None
+        self._groups: list[dist.ProcessGroup] = []
         self.rows: frozenset[int] = frozenset()
 
     def check(self, shape: str, group: dist.ProcessGroup, rows: Iterable[int] = ()) -> None:
-        """Compare with the other ranks the first time, and with that time afterwards.
+        """Compare with the other ranks of a group the first time, and with that time afterwards.
 
         Raises:
             LossError: ranks or calls differ. If ranks differ, all ranks raise.
         """
-        if self.seen is None:
+        if group not in self._groups:
             shapes, counts = zip(*gather_objects((shape, set(rows)), over=group), strict=True)
             self.rows = frozenset[int]().union(*counts)
             if len(set(shapes)) > 1:
@@ -146,6 +147,7 @@ class Agreement:
                     where="the return value of the loss function",
                     fix="return the same kind of loss and the same keys on every rank, whatever its rows are",
                 )
+            self._groups.append(group)
             self.seen = shape
         elif self.seen != shape:
             raise LossError(

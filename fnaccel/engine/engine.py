@@ -42,6 +42,8 @@ class Layout:
         of_replicas: the trees of states of which replicas hold values of their own at these steps, too.
             Checkpoints hold those of each replica, and between these steps all values of each. None: states
             of steps between are not saved at all.
+        read_between: this rank's values of `leaves` that evaluation reads at these steps in the place of a
+            replica's own, given the state of the axis itself. None: there are none, and evaluation raises.
     """
 
     mesh: Mesh
@@ -52,6 +54,7 @@ class Layout:
     shares_buffers: bool = True
     next_whole: Callable[[int], int] | None = None
     of_replicas: tuple[str, ...] | None = None
+    read_between: Callable[[Tree], Sequence[torch.Tensor]] | None = None
 
     def whole_from(self, step: int) -> int:
         """The first step, from this one on, after which all ranks of `mesh["loss"]` hold the same values.

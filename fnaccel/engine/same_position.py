@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ def same_position(mesh: Mesh, told: deque[str]) -> SamePosition | None:
     """The comparison for the ranks that share the totals of a step. None on a single rank."""
     group = mesh.group("loss")
     # the collectives of a simulated world move nothing
-    return None if group is None or mesh.world.backend == "fake" else SamePosition(group, told)
+    return None if group is None or mesh.world.backend == "fake" else SamePosition(told)
 
 
 class SamePosition:
@@ -39,24 +40,24 @@ class SamePosition:
     So all ranks find a difference, and find it in the same step.
 
     Args:
-        group: the ranks that share the all-reduce.
         told: what this rank has done in the step that all ranks have to do: the weights that it has gathered.
     """
 
     __slots__ = ("_differ", "_group", "_late", "_position", "_told")
 
-    def __init__(self, group: dist.ProcessGroup, told: deque[str]) -> None:
-        self._group = group
+    def __init__(self, told: deque[str]) -> None:
+        self._group: Any = None
         self._told = told
         self._position: Position | None = None
         self._differ = False
         self._late: HostCopy | None = None
 
-    def begin(self, position: Position | None) -> None:
+    def begin(self, position: Position | None, group: dist.ProcessGroup | None) -> None:
         """Begin a step, after the comparison of the step before.
 
         Args:
             position: the position of this rank's batch. None if it is no `fa.data.Batch`.
+            group: the ranks that share the all-reduce of this step. None if this rank is alone.
 
         Raises:
             RankMismatchError: in the step before the ranks had batches of different positions.
@@ -65,6 +66,7 @@ class SamePosition:
             sums, self._late = self._late.read(), None
             self._compare(sums)
         self.check()
+        self._group = group
         self._position = position
         self._told.clear()
 

@@ -19,6 +19,9 @@ class Notice:
         beyond: a group of all ranks, if only some of the ranks share a batch. Then
             the answer takes one more all-reduce.
 
+    Attributes:
+        at_once: whether an accelerator's answer is read in its own step, since no other step asks soon.
+
     Example:
         >>> with fa.preemption(train_step) as notice:
         ...     state, metrics = train_step(state, batch)
@@ -26,10 +29,11 @@ class Notice:
         False
     """
 
-    __slots__ = ("_asked", "_beyond", "_late", "_stopping")
+    __slots__ = ("_asked", "_beyond", "_late", "_stopping", "at_once")
 
     def __init__(self, beyond: dist.ProcessGroup | None = None) -> None:
         self._beyond = beyond
+        self.at_once = False
         self._asked = False
         self._stopping = False
         self._late: HostCopy | None = None
@@ -66,7 +70,7 @@ class Notice:
             dist.all_reduce(count, group=self._beyond)
         if count is None:
             self.agree(self._asked)
-        elif count.device.type == "cpu":
+        elif self.at_once or count.device.type == "cpu":
             self.agree(bool(count > 0))
         else:
             self._hear_later(count)

@@ -139,8 +139,8 @@ def evaluate(
     Raises:
         LoaderError: no data.
         ArgumentError: `ema` without `with_ema`, or not shards. Or ranks train apart, and don't hold the same
-            values after this step. Or they keep their own buffers (`fa.ddp(sync_buffers=False)`), which
-            differ.
+            values after this step, nor an anchor. Or they keep their own buffers
+            (`fa.ddp(sync_buffers=False)`), which differ.
         LossError: `fa.Concat`, if the ranks of one row each have a part of it.
 
     Example:
@@ -155,8 +155,9 @@ def evaluate(
     check_state(state, "fa.evaluate")
     if ema:
         check_ema(state, "fa.evaluate(ema=True)")
-    same_at = train_step.engine.layout.whole_from(state.step)
-    if same_at != state.step:
+    layout = train_step.engine.layout
+    same_at = layout.whole_from(state.step)
+    if same_at != state.step and (ema or layout.read_between is None):
         raise ArgumentError(
             f"after step {state.step} each rank holds values of its own, and one score would mix them",
             where="fa.evaluate",
@@ -450,7 +451,8 @@ def _scored(train_step: TrainStep, state: TrainState, fn: Callable[..., Any], da
 def _check_buffers(train_step: TrainStep, state: TrainState) -> None:
     """Raise ArgumentError on all ranks if they keep their own buffers, and the saved ones differ."""
     layout, group = train_step.engine.layout, train_step.mesh.group("loss")
-    if layout.shares_buffers or group is None:
+    same_at = layout.whole_from(state.step)
+    if group is None or (layout.shares_buffers and same_at == state.step):
         return
     transient = lease_of(state, "fa.evaluate", averaged=True).owner.instance.transient()
     digest = checksum({name: value for name, value in layout.buffers.items() if name not in transient})
@@ -458,6 +460,8 @@ def _check_buffers(train_step: TrainStep, state: TrainState) -> None:
         raise ArgumentError(
             "each rank holds buffers of its own, such as running statistics, and one score would mix them",
             where="fa.evaluate",
-            fix="leave out sync_buffers=False; or give all ranks the same first, such as the mean of "
+            fix=f"evaluate after step {same_at}; or score this rank's with train_step.look"
+            if same_at != state.step
+            else "leave out sync_buffers=False; or give all ranks the same first, such as the mean of "
             "fa.reduce(value, 'mean'); or score this rank's with train_step.look",
         )

@@ -38,15 +38,7 @@ from fnaccel.program.lower import Lowered
 from fnaccel.program.parameter_averages import averages_of, move
 from fnaccel.program.tail import keep_state
 from fnaccel.program.whole_parameters import access_of, is_sharded
-from fnaccel.state import (
-    Position,
-    ReadOnlyDict,
-    Seed,
-    TrainState,
-    Trees,
-    scale_of,
-    state_of,
-)
+from fnaccel.state import Position, ReadOnlyDict, Seed, TrainState, Trees, scale_of, state_of
 from fnaccel.step.loss import Scalar, is_uncounted
 from fnaccel.step.spec import Spec
 from fnaccel.tree import Tree
@@ -92,6 +84,7 @@ class Instance:
         streams: the random streams that are seeded for each micro-batch.
         same_position: compares the positions of batches between ranks, or None.
         meter: counts compilations, or None.
+        alone: whether the update under way adds up totals within this replica only: see `Axis.metrics`.
         learned: what its calls have learned.
         buffer_slots: the module, attribute and canonical name of each buffer.
     """
@@ -122,7 +115,10 @@ class Instance:
         self._device, self._group = world.device, mesh.group("loss")
         self._partial_rows = mesh.partial_rows
         self._apart = mesh if mesh.replicas_apart else None
-        self._by_rows = any(axis.weighting == "rows" for axis in spec.strategy.axes if not axis.averages)
+        axes = [axis for axis in spec.strategy.axes if not axis.averages]
+        self._by_rows = any(axis.weighting == "rows" for axis in axes)
+        self._at_averages = self._apart is not None and any(axis.metrics == "boundary" for axis in axes)
+        self.alone = False
         self.rank = mesh.loss_rank
         self.shares = any(degree > 1 for degree in mesh.degrees.values())
         self.access = access_of(engine)
@@ -283,8 +279,11 @@ class Instance:
             self.skips.check()
         if cut.batch is not None:
             learned.source = cut.batch.source
+        if self._at_averages:
+            self.alone = self.engine.layout.whole_from(state.step + 1) != state.step + 1
+            self._group = self.engine.layout.mesh.group("gradient" if self.alone else "loss")
         if self.same_position is not None:
-            self.same_position.begin(None if cut.batch is None else cut.batch.position)
+            self.same_position.begin(None if cut.batch is None else cut.batch.position, self._group)
         self.module_modes.train()
         self.gradient_hooks.look_again()
         if self.gradient_hooks.present and len(cut) > 1 and self.lowered.loss.weight_fn is None:
@@ -312,6 +311,10 @@ class Instance:
         """The totals of one update, with the questions that ranks ask each other."""
         engine = self.engine
         questions: list[Question] = []
+        if self.alone:
+            notice = None  # other replicas get no answer: the stop request waits for the next average
+        elif notice is not None:
+            notice.at_once = self._at_averages
         if notice is not None or self._group is not None:  # ranks sum by place in the vector
             questions.append(notice or NoNotice())
         if self.same_position is not None:
@@ -324,7 +327,7 @@ class Instance:
             engine.agreement,
             questions,
             partial_rows=self._partial_rows,
-            apart=self._apart,
+            apart=None if self.alone else self._apart,
             by_rows=self._by_rows,
         )
 
@@ -392,7 +395,7 @@ class Instance:
         updates = left_out.counted(updates)
         if self._apart is None:
             return updates
-        if left_out.uncounted is True and not is_uncounted(metrics["weight"]):
+        if left_out.uncounted is True and (self.alone or not is_uncounted(metrics["weight"])):
             updates = updates + 1  # a replica without rows keeps in step with the others
             self.updater.pass_over()
         if self.engine.layout.whole_from(step + 1) == step + 1:

@@ -63,7 +63,8 @@ class ModelAccess:
             state: the live state.
             fn: any function of the model, such as sampling. A parameter `info` gets `loss_info(state)`.
             args: its further arguments.
-            train: run each module in the mode in which it trains (dropout on).
+            train: run each module in the mode in which it trains (dropout on), with the values that are
+                trained. Else the anchor is read between two averages of `fa.diloco`, on all replicas.
             whole: gather copies of all parameters first, each in its own dtype, for `fn` to read:
                 `train_step.look(state, lambda m: m.save_pretrained(d), whole=True)`.
 
@@ -215,7 +216,7 @@ class ModelAccess:
         lease = lease_of(state, "train_step.averaged(state)")
         check_ema(state, "train_step.averaged(state)")
         instance.check_modules()
-        return Averaged(instance.engine, lease, instance.averaged_buffers())
+        return Averaged(instance.engine, instance.engine.averages, lease, instance.averaged_buffers())
 
     def check_totals(self, state: TrainState, fn: Callable[..., Any], batch: Tree) -> None:
         """See that each `fa.Mean` that a function returns holds a total and its weight, not a mean.

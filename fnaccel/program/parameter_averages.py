@@ -1,4 +1,4 @@
-"""For a while parameters hold other values: their averages, or those at which an optimizer evaluates."""
+"""For a while parameters hold other values: averages, an anchor, or those at which an optimizer evaluates."""
 
 from __future__ import annotations
 
@@ -27,21 +27,26 @@ class _Moved(Swapped):
 
 
 class Averaged(_Moved, Exchange):
-    """A context in whose body parameters hold the averages of `with_ema`, and the lease says so.
+    """A context in whose body parameters hold other values, such as averages, and the lease says so.
 
     If the parameters can't be put back (memory runs out twice), the state is dead.
 
     Args:
-        engine: the tensors.
+        engine: the parameters.
+        values: of each parameter: the averages of `with_ema`, or the anchor of replicas that train apart.
         lease: of the live state.
         buffers: those with averages, and their averages.
     """
 
     def __init__(
-        self, engine: Engine, lease: Lease, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        engine: Engine,
+        values: Sequence[torch.Tensor],
+        lease: Lease,
+        buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
-        pairs = zip(engine.layout.leaves, engine.averages, strict=True)
-        super().__init__([*((leaf.shard, average) for leaf, average in pairs), *buffers])
+        pairs = zip(engine.layout.leaves, values, strict=True)
+        super().__init__([*((leaf.shard, value) for leaf, value in pairs), *buffers])
         self._lease = lease
 
     def change(self) -> None:

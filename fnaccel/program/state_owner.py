@@ -20,7 +20,7 @@ from fnaccel.models.note import Note
 from fnaccel.program.adopted import absorb
 from fnaccel.program.instance import Instance
 from fnaccel.program.model_notes import with_notes
-from fnaccel.program.parameter_averages import EvaluationPoint
+from fnaccel.program.parameter_averages import Averaged, EvaluationPoint
 from fnaccel.program.plan import Plan
 from fnaccel.state import (
     Lease,
@@ -131,16 +131,22 @@ class StateOwner:
             fix="pass each train step its own state; lend others with given={...}",
         )
 
-    def evaluation_point(self) -> EvaluationPoint | None:
+    def evaluation_point(self) -> Averaged | EvaluationPoint | None:
         """In the body the parameters of the live state are where its optimizers evaluate.
 
-        None if they are there already, or hold averages.
+        Between two averages of replicas they are their anchor, if there is one. None if the parameters are
+        there already, or hold averages.
         """
         instance, live = self.instance, self.lease.live
-        switched = [] if live is None or self.lease.averaged else instance.updater.switched(live.updates)
+        engine, layout = instance.engine, instance.engine.layout
+        if live is None or self.lease.averaged:
+            return None
+        if layout.read_between is not None and layout.whole_from(live.step) != live.step:
+            return Averaged(engine, layout.read_between(live.transforms[engine.name]), self.lease)
+        switched = instance.updater.switched(live.updates)
         if not switched:
             return None
-        return EvaluationPoint(switched, [leaf.shard for leaf in instance.engine.layout.leaves], self.lease)
+        return EvaluationPoint(switched, [leaf.shard for leaf in layout.leaves], self.lease)
 
     def own(self, instance: Instance, state: TrainState) -> TrainState:
         """Take a new engine and its first state."""

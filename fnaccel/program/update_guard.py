@@ -55,7 +55,8 @@ class UpdateGuard:
 
     def __enter__(self) -> UpdateGuard:
         instance, state = self._instance, self._state
-        enter_step(state.step, instance.where, first=not instance.learned.moved, shares=instance.shares)
+        shares = instance.shares and not instance.alone
+        enter_step(state.step, instance.where, first=not instance.learned.moved, shares=shares)
         unfinished = instance.engine.unfinished
         if unfinished:  # an interrupt cut off what the step or the look before had to put back
             instance.engine.drop_pass()

@@ -324,12 +324,12 @@ def _data_parallel(
     over = "gradient" if axes.apart() else "loss"
     if fsdp is None:
         if ranks_along(degrees, averaging) == 1:
-            return [] if ranks_along(degrees, LOSS_AXES) == 1 else [_report()]
+            return [] if ranks_along(degrees, LOSS_AXES) == 1 else _report(axes)
         ddp = next((axis for axis in axes.axes if isinstance(axis, Ddp)), Ddp())
         count = _buckets(trained, *ddp.bucket_sizes(grads))
         return [
             Traffic(axis=over, kind="all_reduce", count=count, size=grads, per="step", what="gradients"),
-            _report(),
+            *_report(axes),
         ]
     whole = sum(each.bytes_of(each.part) for each in trained if each.dim is None)
     placed = tuple(each for each in placed if each.dim is not None)
@@ -357,7 +357,7 @@ def _data_parallel(
     if whole:
         what = "the gradients of whole parameters"
         rows.append(Traffic(axis=over, kind="all_reduce", count=1, size=whole, per="step", what=what))
-    return [*rows, _report()]
+    return [*rows, *_report(axes)]
 
 
 def _buckets(trained: list[Placed], limit: float, others: float) -> int:
@@ -373,7 +373,8 @@ def _buckets(trained: list[Placed], limit: float, others: float) -> int:
     return count + sum(size > 0 for size in filled.values())
 
 
-def _report() -> Traffic:
-    return Traffic(
-        axis="loss", kind="all_reduce", count=1, size=16, per="step", what="the loss and its weight"
-    )
+def _report(axes: Strategy) -> list[Traffic]:
+    if any(axis.metrics == "boundary" for axis in axes.axes):
+        return []  # a part of the averages
+    what = "the loss and its weight"
+    return [Traffic(axis="loss", kind="all_reduce", count=1, size=16, per="step", what=what)]

@@ -33,6 +33,8 @@ class Axis:
         averages: whether the gradients of ranks that hold the same parameters are averaged, as the plan says.
         weighting: by what ranks that train apart weigh their gradients. "rows": the mean weight of a rank, so
             that the mean of all gradients is that of all rows. "replicas": their own weight.
+        metrics: for an axis whose ranks train apart. "steps": metrics are those of all ranks. "boundary":
+            replicas send nothing in a step after which they are not the same, and metrics are those of one.
         follows: for an axis that is not the library's, the mesh axis before it in the mesh. "" is the
             outermost place.
     """
@@ -42,6 +44,7 @@ class Axis:
     runs_on: ClassVar[str] = ""
     averages: ClassVar[bool] = True
     weighting: Any = "rows"
+    metrics: Any = "steps"
     follows: ClassVar[str] = ""
     degree: int
 

@@ -43,7 +43,7 @@ class Mark:
         micro_batch: its micro-batch.
         first: whether this is the first step of its train step, which may compile and build for minutes.
         of: the name of its train step.
-        shares: whether other ranks take part in each step of it, so that ranks wait for each other.
+        shares: whether all other ranks take part in the step, so that ranks wait for each other.
     """
 
     __slots__ = ("first", "micro_batch", "of", "phase", "shares", "step")

@@ -96,6 +96,16 @@ def test_memory_raises_the_number_of_micro_batches_and_keeps_the_update():
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
 
 
+@pytest.mark.parametrize("outer", [None, "sgd(0.7, momentum=0.5, nesterov=True)"])
+def test_replicas_that_average_are_evaluated_and_go_on_from_a_checkpoint(tmp_path, outer):
+    flags = ("--dir", str(tmp_path / "run"), *(() if outer is None else ("--outer", outer)))
+    first = output("local_sgd", *flags, "--epochs", "3", strategy=None)
+    assert re.findall(r"step (\d+):", first) == ["16", "32", "48", "64"]
+    again = output("local_sgd", *flags, "--epochs", "6", strategy=None)
+    assert re.findall(r"step (\d+):", again) == ["80", "96", "112", "128"]
+    assert number(r"accuracy ([\d.]+)", again) > 0.8
+
+
 def test_schedule_free_is_above_90_percent_on_shards():
     text = output("schedule_free", "--epochs", "5", strategy="fsdp")
     assert number(r"accuracy ([\d.]+)", text) > 0.9

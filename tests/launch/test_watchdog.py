@@ -105,6 +105,9 @@ def see(text, fault, faulty, size):
         ("data", 3, 4, "fsdp"),
         ("another", 1, 4, "ddp"),
         ("apart", 2, 4, "ddp"),
+        ("data", 1, 2, "local_sgd(every=4)"),
+        ("data", 0, 2, "local_sgd(every=4, metrics='boundary')"),
+        ("stop", 1, 2, "diloco(every=4, metrics='boundary')"),
     ],
 )
 def test_a_rank_is_named(launcher, fault, faulty, size, strategy):

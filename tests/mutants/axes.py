@@ -99,7 +99,8 @@ MUTANTS = [
         ("tests/transforms/test_kept_tensors.py", "-k", "slot"),
     ),
     Mutant(
-        "ranks that train apart are scored as one", "loop/evaluating.py", "if same_at != state.step:", "if False:",
+        "ranks that train apart are scored as one", "loop/evaluating.py",
+        "if same_at != state.step and (ema or layout.read_between is None):", "if False:",
         ("tests/extend/test_axis_with_a_state.py", "-k", "nothing_is_saved and evaluate"),
     ),
     Mutant(

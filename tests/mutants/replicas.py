@@ -5,7 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 FOLDER = "tests/strategies/replicas"
-TRAINING, CHECKPOINTS, STOPS = (f"{FOLDER}/test_{name}.py" for name in ("training", "checkpoints", "stops"))
+TRAINING, CHECKPOINTS, STOPS, ANCHOR, QUIET = (
+    f"{FOLDER}/test_{name}.py" for name in ("training", "checkpoints", "stops", "anchor", "boundary")
+)
 BOUNDARY = "strategies/replicas/boundary.py"
 
 MUTANTS = (
@@ -19,14 +21,14 @@ MUTANTS = (
     Mutant(
         "replicas: the anchor of a state is left alone",
         "strategies/replicas/outer.py",
-        '            _copy(leaf.shard, own["anchor"][name])\n',
+        '            leaf.shard.copy_(_torch.local_of(own["anchor"][name]))\n',
         "",
         (CHECKPOINTS, "-k", "adopted and diloco"),
     ),
     Mutant(
         "replicas: the outer slots of a state are left alone",
         "strategies/replicas/outer.py",
-        '                _copy(_torch.local_of(value), own["slots"][name][slot])\n',
+        '                _torch.local_of(value).copy_(_torch.local_of(own["slots"][name][slot]))\n',
         "                pass\n",
         (CHECKPOINTS, "-k", "adopted and diloco"),
     ),
@@ -136,6 +138,13 @@ MUTANTS = (
         (STOPS, "-k", "that_they_are_of"),
     ),
     Mutant(
+        "replicas: the name of a checkpoint says whether it is between two averages",
+        "checkpoint/stored_states.py",
+        'described.tree["TrainState"]["step"]',
+        "described.step",
+        (CHECKPOINTS, "-k", "number_of_a_checkpoint"),
+    ),
+    Mutant(
         "replicas: a snapshot of one is saved for all",
         "checkpoint/saving.py",
         "            _refuse_axis_state(state, where)\n",
@@ -155,5 +164,77 @@ MUTANTS = (
         'mesh.shown[shards if mesh.gradient_size == mesh["shard"].size else ("dp_replicate", shards)]',
         'mesh.shown[("dp_replicate", shards) if mesh.degrees.get("dp_replicate", 1) > 1 else shards]',
         (TRAINING, "-k", "one_loop and fsdp and even"),
+    ),
+    Mutant(
+        "replicas: evaluation between two averages reads those of each",
+        "program/state_owner.py",
+        "if layout.read_between is not None and layout.whole_from(live.step) != live.step:",
+        "if False:",
+        (ANCHOR, "-k", "evaluate_and_look"),
+    ),
+    Mutant(
+        "replicas: an anchor for host memory is on the device",
+        "strategies/replicas/boundary.py",
+        'on_host=self._axis.anchor == "host"',
+        "on_host=False",
+        (ANCHOR, "-k", "asked_for"),
+    ),
+    Mutant(
+        "replicas: an anchor in host memory is counted on the device",
+        "strategies/replicas/record.py",
+        """        if self.anchor == "host":
+            return 0
+""",
+        "",
+        (FOLDER + "/test_options.py", "-k", "estimate"),
+    ),
+    Mutant(
+        "replicas: totals are sent between averages, too",
+        "program/instance.py",
+        "self.alone = self.engine.layout.whole_from(state.step + 1) != state.step + 1",
+        "self.alone = False",
+        (QUIET, "-k", "send_nothing and plain and even"),
+    ),
+    Mutant(
+        "replicas: one of them stops at a signal by itself",
+        "program/instance.py",
+        "notice = None  # other",
+        "pass  # other",
+        (QUIET, "-k", "stop_request"),
+    ),
+    Mutant(
+        "replicas: a GPU's answer to a stop request is read an interval later",
+        "program/instance.py",
+        "notice.at_once = self._at_averages",
+        "pass",
+        (QUIET, "-k", "read_at_once"),
+    ),
+    Mutant(
+        "replicas: one without rows falls behind those that it does not hear",
+        "program/instance.py",
+        '(self.alone or not is_uncounted(metrics["weight"]))',
+        'not is_uncounted(metrics["weight"])',
+        (QUIET, "-k", "send_nothing and plain and without"),
+    ),
+    Mutant(
+        "replicas: kinds of losses are compared within one of them only",
+        "engine/aux_values.py",
+        "if group not in self._groups:",
+        "if self.seen is None:",
+        (QUIET, "-k", "two_kinds and fsdp"),
+    ),
+    Mutant(
+        "replicas: the hang detector ends a run whose replicas are steps apart",
+        "program/update_guard.py",
+        "shares = instance.shares and not instance.alone",
+        "shares = instance.shares",
+        (QUIET, "-k", "steps_apart"),
+    ),
+    Mutant(
+        "replicas: a score mixes buffers of several",
+        "loop/evaluating.py",
+        "if group is None or (layout.shares_buffers and same_at == state.step):",
+        "if group is None or layout.shares_buffers:",
+        (ANCHOR, "-k", "mix_replicas"),
     ),
 )

@@ -34,7 +34,12 @@ def build_replicas(build: Build, axis: Replicas) -> tuple[Engine, Built]:
     boundary = Boundary(axis, engine, built)
     hooks = attrs.evolve(engine.hooks, init=boundary.first, after_update=boundary)
     of_replicas = ("opt",) if axis.slots == "local" else ()
-    layout = attrs.evolve(engine.layout, next_whole=axis.next_whole, of_replicas=of_replicas)
+    layout = attrs.evolve(
+        engine.layout,
+        next_whole=axis.next_whole,
+        of_replicas=of_replicas,
+        read_between=boundary.anchor if isinstance(axis, Diloco) else None,
+    )
     return attrs.evolve(engine, name=axis.maker, layout=layout, hooks=hooks), built
 
 
@@ -58,9 +63,13 @@ class Boundary:
     def first(self) -> Tree:
         """The first state of the axis: the outer optimizer's, or the number of averages."""
         if isinstance(self._axis, Diloco):
-            self._outer = Outer(self._axis.outer, self._leaves)
+            self._outer = Outer(self._axis.outer, self._leaves, on_host=self._axis.anchor == "host")
             return self._outer.state(0)
         return {"averages": 0}
+
+    def anchor(self, own: Any) -> list[torch.Tensor]:
+        """This rank's values of the anchor that a state of the axis holds."""
+        return [_torch.local_of(own["anchor"][leaf.name]) for leaf in self._leaves]
 
     def __call__(self, updated: Updated) -> Tree:
         """Average, if replicas do so after this update. Returns the next state of the axis."""
@@ -83,7 +92,7 @@ class Boundary:
         outer.take(own)
         updates = own["updates"]
         if warmed_up:
-            changes = [a - p for a, p in zip(outer.anchor, self._params, strict=True)]
+            changes = [a.to(p.device) - p for a, p in zip(outer.anchor, self._params, strict=True)]
             self._mean.of(changes, torch.bfloat16 if self._axis.send == "bfloat16" else None)
             updates += 1
             outer.step(changes, updates)

@@ -57,10 +57,12 @@ class Outer:
     Args:
         text: makes the optimizer.
         leaves: the trained parameters.
+        on_host: whether the anchor and the slots are in host memory.
     """
 
-    def __init__(self, text: str, leaves: Sequence[Leaf]) -> None:
-        self._leaves = [attrs.evolve(leaf, shard=leaf.shard.clone()) for leaf in leaves]
+    def __init__(self, text: str, leaves: Sequence[Leaf], *, on_host: bool = False) -> None:
+        copy = _host_copy if on_host else torch.clone
+        self._leaves = [attrs.evolve(leaf, shard=copy(leaf.shard)) for leaf in leaves]
         optimizer = read_outer(text)
         self._rate = optimizer.lr
         groups = group_leaves(optimizer, self._leaves)
@@ -78,20 +80,20 @@ class Outer:
         return {"anchor": anchor, "slots": self._bound.slots, "updates": updates}
 
     def take(self, own: Mapping[str, Any]) -> None:
-        """Take the values of a state, which may be a restored one."""
+        """Take the values of a state, which may be a restored one. A tensor takes its own for free."""
         for name, leaf in zip(own["anchor"], self._leaves, strict=True):
-            _copy(leaf.shard, own["anchor"][name])
+            leaf.shard.copy_(_torch.local_of(own["anchor"][name]))
             for slot, value in self._bound.slots[name].items():
-                _copy(_torch.local_of(value), own["slots"][name][slot])
+                _torch.local_of(value).copy_(_torch.local_of(own["slots"][name][slot]))
 
     def step(self, changes: Sequence[torch.Tensor], updates: int) -> None:
         """One update of the anchor by the mean changes of replicas. `updates` is its number, from 1."""
         rate = float(self._rate(updates - 1))
+        changes = [change.to(x.device) for change, x in zip(changes, self.anchor, strict=True)]
         number = torch.tensor(float(updates), device=changes[0].device)
         self._bound.apply(changes, [rate] * self._groups, None, None, number)
 
 
-def _copy(target: torch.Tensor, value: Any) -> None:
-    source = _torch.local_of(value)
-    if source.data_ptr() != target.data_ptr():
-        target.copy_(source)
+def _host_copy(shard: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, pinned if the tensor is on an accelerator."""
+    return torch.empty_like(shard, device="cpu", pin_memory=shard.device.type != "cpu").copy_(shard)

@@ -24,6 +24,8 @@ from fnaccel.texts import counted, size_of
 Slots = Literal["local", "average"]
 Weighting = Literal["replicas", "rows"]
 Send = Literal["float32", "bfloat16"]
+Anchor = Literal["device", "host"]
+Metrics = Literal["steps", "boundary"]
 
 
 @attrs.frozen(kw_only=True)
@@ -38,6 +40,7 @@ class Replicas(Axis):
     warmup: int = 0
     slots: Slots = "local"
     weighting: Weighting = "replicas"
+    metrics: Metrics = "steps"
 
     def next_whole(self, step: int) -> int:
         """The first step, from this one on, after which replicas average."""
@@ -54,6 +57,12 @@ class Replicas(Axis):
                 where=f"strategy {spec.strategy}",
                 fix=f"multiply {self.maker} with fsdp, tensor or context",
             )
+        if self.metrics == "boundary" and any(t.name == "on_spike" for t in spec.step.transforms):
+            raise CapabilityError(
+                "on_spike decides by the loss of all rows, which ranks do not know between averages",
+                where=f"strategy {spec.strategy}",
+                fix=f'fa.{self.maker}(metrics="steps"); or leave out on_spike',
+            )
 
     def held(self, parameters: int) -> int:  # noqa: ARG002
         """The bytes of the anchor and its slots: none without an outer optimizer."""
@@ -62,6 +71,7 @@ class Replicas(Axis):
     def averages_of(self, parameters: int, slots: int) -> list[Traffic]:
         """The all-reduce after each `every` steps, as its share of a step."""
         peak = self._sent(parameters) + (slots if self.slots == "average" else 0)
+        peak += 16 if self.metrics == "boundary" else 0  # the loss and its weight
         what = f"its share of {size_of(peak)}, sent after each {self.every} steps"
         share = -(-peak // self.every)
         return [Traffic(axis=self.mesh_axis, kind="all_reduce", count=1, size=share, per="step", what=what)]
@@ -82,6 +92,9 @@ class Replicas(Axis):
         notes = [f"{self.maker}: {replicas} after each {self.every} steps{first}"]
         if self.slots == "local":
             notes.append(f"{self.maker}: each replica keeps optimizer slots of its own")
+        if self.metrics == "boundary":
+            notes.append(f"{self.maker}: between averages metrics are those of this rank's replica")
+            notes.append(f"{self.maker}: ranks learn of a stop request at the next average")
         return notes
 
 
@@ -101,15 +114,23 @@ class Diloco(Replicas):
     every: int = 64
     outer: str = "sgd(0.7, momentum=0.9, nesterov=True)"
     send: Send = "float32"
+    anchor: Anchor = "device"
 
     def held(self, parameters: int) -> int:
-        """The bytes of the anchor and its slots."""
+        """The bytes of the anchor and its slots in the memory of the device."""
+        if self.anchor == "host":
+            return 0
         outer = read_outer(self.outer)
         slots = 2 if outer.name != "sgd" else int(dict(outer.options)["momentum"] > 0)
         return parameters * (1 + slots)
 
     def _sent(self, parameters: int) -> int:
         return parameters if self.send == "float32" else parameters // 2
+
+    def plan_notes(self, spec: Spec) -> list[str]:
+        """The notes of all replicas, and where the anchor is."""
+        host = "diloco: the anchor and the slots of the outer optimizer are in host memory"
+        return super().plan_notes(spec) + [host] * (self.anchor == "host")
 
     def check(self, spec: Spec) -> None:
         """Raise for averages of parameters, which would follow a replica and not the anchor."""
@@ -130,6 +151,7 @@ def local_sgd(
     warmup: int = 0,
     slots: Slots = "local",
     weighting: Weighting = "replicas",
+    metrics: Metrics = "steps",
 ) -> Strategy:
     """Replicas train apart, and average their parameters after each `every` steps (Stich 2019).
 
@@ -150,6 +172,9 @@ def local_sgd(
         weighting: `"replicas"`: a replica's gradient is that of its own mean. `"rows"`: it is divided by the
             mean weight of a replica, so that a replica with more rows takes larger steps. The mean of all
             gradients is that of all rows then, and averages after each step of SGD are those of `ddp`.
+        metrics: `"steps"`: metrics are those of all rows, by one small all-reduce a step. `"boundary"`:
+            replicas send nothing between averages. Metrics of these steps are those of this rank's replica,
+            so do not end a loop by them. A stop request waits for the next average.
 
     Raises:
         ArgumentError: a degree or a number of steps that can't be.
@@ -157,7 +182,7 @@ def local_sgd(
     Example:
         >>> fa.distribute(GPT, fa.local_sgd(every=16))
     """
-    axis = LocalSgd(degree, every=every, warmup=warmup, slots=slots, weighting=weighting)
+    axis = LocalSgd(degree, every=every, warmup=warmup, slots=slots, weighting=weighting, metrics=metrics)
     _check("fa.local_sgd", axis)
     return Strategy((axis,))
 
@@ -170,8 +195,10 @@ def diloco(
     outer: str | Optimizer = "sgd(0.7, momentum=0.9, nesterov=True)",
     warmup: int = 0,
     send: Send = "float32",
+    anchor: Anchor = "device",
     slots: Slots = "local",
     weighting: Weighting = "replicas",
+    metrics: Metrics = "steps",
 ) -> Strategy:
     """Replicas train apart, and an outer optimizer moves all by their mean change (Douillard et al. 2023).
 
@@ -188,7 +215,9 @@ def diloco(
         warmup: steps at the start after which parameters are averaged. The outer optimizer begins after them.
         send: the dtype in which changes are summed. `"bfloat16"` halves the bytes, and rounds each change to
             8 bits: an error of at most 2**-8 of it for each replica.
-        slots, weighting: as for `local_sgd`, of the inner updates.
+        anchor: `"host"` keeps the anchor and the outer slots in CPU memory, pinned beside an accelerator. The
+            outer update runs there, on the mean change, and its result is copied to the device.
+        slots, weighting, metrics: as for `local_sgd`, of the inner updates.
 
     Raises:
         ArgumentError: a degree or a number of steps that can't be.
@@ -198,9 +227,20 @@ def diloco(
         >>> fa.distribute(GPT, fa.diloco(every=32, outer=fa.sgd(0.8, momentum=0.9)))
     """
     require(send in get_args(Send), f"send={send!r}", "fa.diloco", '"float32" or "bfloat16"')
+    require(anchor in get_args(Anchor), f"anchor={anchor!r}", "fa.diloco", '"device" or "host"')
     text = outer_text(outer) if isinstance(outer, Optimizer) else outer
     read_outer(text)
-    axis = Diloco(degree, every=every, outer=text, warmup=warmup, send=send, slots=slots, weighting=weighting)
+    axis = Diloco(
+        degree,
+        every=every,
+        outer=text,
+        warmup=warmup,
+        send=send,
+        anchor=anchor,
+        slots=slots,
+        weighting=weighting,
+        metrics=metrics,
+    )
     _check("fa.diloco", axis)
     return Strategy((axis,))
 
@@ -215,6 +255,12 @@ def _check(where: str, axis: Replicas) -> None:
             where,
             f"a whole number from {least} on",
         )
-    for name, choices in (("slots", get_args(Slots)), ("weighting", get_args(Weighting))):
-        value = getattr(axis, name)
+    for name, kind in (("slots", Slots), ("weighting", Weighting), ("metrics", Metrics)):
+        value, choices = getattr(axis, name), get_args(kind)
         require(value in choices, f"{name}={value!r}", where, " or ".join(map(repr, choices)))
+    require(
+        (axis.metrics, axis.weighting) != ("boundary", "rows"),
+        'weighting="rows" needs the weight of all rows in each step, and metrics="boundary" sends nothing',
+        where,
+        'metrics="steps", or weighting="replicas"',
+    )

@@ -34,7 +34,17 @@ def adamw(params):
 
 
 def replicas_by_hand(
-    steps, every, batches, *, make=Net, clip=None, outer=None, warmup=0, optimizer=adamw, average_slots=False
+    steps,
+    every,
+    batches,
+    *,
+    make=Net,
+    clip=None,
+    outer=None,
+    warmup=0,
+    optimizer=adamw,
+    average_slots=False,
+    counted=True,
 ):
     """The parameters of all replicas, and the losses of all rows.
 
@@ -44,6 +54,7 @@ def replicas_by_hand(
         clip: the largest norm of a replica's gradient.
         outer: makes the outer optimizer of the anchor, for DiLoCo.
         average_slots: whether slots are averaged, too.
+        counted: whether replicas have one count of updates. Optimizers of torch count their own in each replica.
     """
     torch.manual_seed(0)
     anchor = make()
@@ -62,7 +73,7 @@ def replicas_by_hand(
             loss = loss_fn(model, batch)
             totals, weights = totals + loss.total.item(), weights + loss.weight.item()
             if float(loss.weight) == 0:  # it keeps in step with the others
-                for state in rule.state.values():
+                for state in rule.state.values() if counted else ():
                     state["step"] += 1
                 continue
             rule.zero_grad()
@@ -89,7 +100,7 @@ def replicas_by_hand(
         for params in zip(*(model.parameters() for model in models), strict=True):
             states = [rule.state[param] for rule, param in zip(rules, params, strict=True)]
             updates = max(state["step"] for state in states)
-            for state in states:
+            for state in states if counted else ():
                 state["step"] = updates.clone()  # a replica may have left one out
             if average_slots:
                 for name in ("exp_avg", "exp_avg_sq"):

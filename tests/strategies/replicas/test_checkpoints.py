@@ -142,6 +142,27 @@ def test_a_save_between_two_averages_names_the_next(pools, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def renumbered(folder, number, resume):
+    """Parameters after four steps and after seven, of a state that is saved between averages by another number."""
+    train_step = made("local_sgd(2, every=3)")
+    state = train_step.init(seed=0)
+    if resume:
+        state = fa.restore(folder, like=state)
+        assert state.step == 4
+    else:
+        state = stepped(train_step, state, 4)
+        fa.save(folder, state, step=number, between=True)
+    first = whole_params(state)
+    return first, whole_params(stepped(train_step, state, 7))
+
+
+@pytest.mark.parametrize("number", [6, 100])
+def test_the_number_of_a_checkpoint_does_not_say_where_its_state_is(pools, tmp_path, number):
+    saved = pools.run(2, renumbered, tmp_path, number, False)
+    for one, other in zip(saved, pools.run(2, renumbered, tmp_path, number, True), strict=True):
+        assert equal(one, other)
+
+
 def adopted(strategy):
     """Parameters after seven steps, and again after a snapshot between two averages was adopted."""
     train_step = made(strategy)
