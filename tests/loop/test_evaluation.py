@@ -96,6 +96,7 @@ def test_an_evaluation_is_logged_at_a_step_that_is_not():
         ({"mode": "max"}, [10, 12, 13]),
         ({"keep_best": 3}, [6, 8, 9, 12, 13]),
         ({"every": 2}, [6, 12, 13]),
+        ({"every": 5}, [10, 12, 13]),  # the first value is NaN
     ],
     ids=str,
 )

@@ -480,4 +480,28 @@ MUTANTS = [
         "return torch.cat([torch.zeros(1), _values(255, linear=64, decades=5)]).float()",
         ("tests/optim/test_eight_bit.py", "-k", "moves_far"),
     ),
+    Mutant(
+        "a resumed run has its whole patience again", "loop/evaluating.py", "if name in self.records:", "if False:",
+        ("tests/loop/test_evaluation.py", "-k", "decides_as_one"),
+    ),
+    Mutant(
+        "an evaluation that is NaN improves", "loop/evaluating.py", "if not math.isfinite(value):", "if False:",
+        ("tests/loop/test_evaluation.py", "-k", "best_checkpoints_stay"),
+    ),
+    Mutant(
+        "the best checkpoint goes with the old ones", "checkpoint/disk/retention.py", "kept = {written} | best_steps(existing)", "kept = {written}",
+        ("tests/loop/test_evaluation.py", "-k", "saves_by_hand"),
+    ),
+    Mutant(
+        "a loop saves between two updates on one batch", "loop/evaluating.py", "return (state.step - self.began) % self.updates_per_batch == 0", "return True",
+        ("tests/loop/test_work.py", "-k", "several_updates_on_one_rollout"),
+    ),
+    Mutant(
+        "a maximum over ranks is their mean", "engine/aux_values.py", "values.append(kind.fold(found))", "values.append(found.float().mean(0))",
+        ("tests/step/test_extremes.py", "-k", "in_aux_of_a_step"),
+    ),
+    Mutant(
+        "a maximum over micro-batches is the last one's", "engine/aux_values.py", "[leaf.fold(seen)[None] if len(seen) else seen]", "[seen[-1:]]",
+        ("tests/step/test_extremes.py", "-k", "in_aux_of_a_step"),
+    ),
 ]  # fmt: skip
