@@ -110,11 +110,8 @@ class Saver:
                 yield state, metrics
                 # not before the loop asks for the next step: its body may still change `extras`
                 due = due or falls(self.plan.every, state) or self.evaluations.to_save
-                if (
-                    not self.work.is_whole(state)
-                    and (due or notice.stopping)
-                    and not self._may_stop(notice, state)
-                ):
+                waits = not self.work.is_whole(state) and (due or notice.stopping)
+                if waits and not self._may_stop(notice, state):
                     continue  # a few steps later ranks are the same again, and the batch is done
                 if notice.stopping:
                     break

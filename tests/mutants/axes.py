@@ -87,7 +87,7 @@ MUTANTS = [
         "if whole:", ("tests/checkpoint/test_faults.py", "-k", "state_of_a_transform and ddp"),
     ),
     Mutant(
-        "a loop that saves what ranks don't share", "loop/autosave.py", "if not self.work.is_whole(state) and (due", "if False and (due",
+        "a loop that saves what ranks don't share", "loop/autosave.py", "waits = not self.work.is_whole(state) and (due", "waits = False and (due",
         ("tests/extend/test_axis_with_a_state.py", "-k", "waits_for_the_next"),
     ),
     Mutant(
