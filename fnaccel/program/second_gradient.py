@@ -66,10 +66,10 @@ def gradients_at(
     ours = [grad for grad in first.shards if grad is not None] if first.lent else []
     kept = [grad.clone() for grad in ours]
     held = [leaf.param.grad if first.lent else None for leaf in leaves]
+    exchange = Exchange([(x.shard, value) for x, value in zip(leaves, values, strict=True)], copies=True)
     engine.clear()
     try:
-        pairs = [(leaf.shard, value) for leaf, value in zip(leaves, values, strict=True)]
-        with Exchange(pairs, copies=True):
+        with exchange:
             second = differentiate(instance, micro_batches, inputs, loss).gradients
         assert second is not None  # the passes of gradients leave the update out
         found = second.by_name(kept=True)
@@ -77,6 +77,7 @@ def gradients_at(
         absent = [leaf for leaf, grad in pairs if grad is not None and leaf.name not in found]
         return found | {leaf.name: leaf.like(torch.zeros_like(leaf.shard)) for leaf in absent}
     finally:
+        exchange.undo()  # once more: an error between its body and its end would skip that
         for leaf, grad in zip(leaves, held, strict=True):
             leaf.param.grad = grad
         if ours:
