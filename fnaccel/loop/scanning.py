@@ -157,8 +157,13 @@ def scan(
     taken = _told(taken, train_step, saver)
     if writers or shown:
         # outermost, so that the last state is saved before a tracker ends
-        bar = Bar(_total(train_step, state, shards, steps, epochs), state.step) if shown else None
-        facts = {"plan": str(train_step.plan), "environment": environment(world)}
+        # before the first update of this process a later step is that of a checkpoint
+        resumed = state.step > 0 and not lease_of(state, "fa.scan").owner.instance.learned.moved
+        total = _total(train_step, state, shards, steps, epochs)
+        bar = Bar(total, state, epochs, resumed) if shown else None
+        facts: dict[str, Any] = {"plan": str(train_step.plan), "environment": environment(world)}
+        if state.step:
+            facts["resumed_at"] = state.step
         taken = logged(taken, writers, {**tracking.config, **facts}, tracking.every, bar, evaluations)
     return taken if saver is None else LeftLoops(taken, saver.leave)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
+import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -14,6 +16,7 @@ from fnaccel.errors import ArgumentError, moved_arguments, require
 from fnaccel.loop.evaluating import Evaluations, Every, Steps, falls
 from fnaccel.loop.progress import open_bar, show_metrics
 from fnaccel.loop.tracking import Track, as_tracking, of_rank
+from fnaccel.state import TrainState
 from fnaccel.track.log import Log, Options
 from fnaccel.track.registry import check_names, names_of
 from fnaccel.track.tracker import Ranks, Tracker
@@ -24,10 +27,52 @@ _LOG = "run.log of fa.tracked"
 
 @attrs.frozen
 class Bar:
-    """A progress bar: its length if it is known, and its first step."""
+    """A progress bar: its length if known, the first state, the last epoch, and whether a run goes on."""
 
     total: int | None
-    initial: int
+    state: TrainState
+    epochs: int | None
+    resumed: bool
+
+    def open(self) -> Any:
+        """The bar, on the screen, below a line that says where a resumed run goes on."""
+        opened, data = open_bar(self.total, self.state.step), self.state.data
+        if self.resumed:
+            opened.write(
+                f"resumed at step {self.state.step}, {data.samples} samples into epoch {data.epoch}",
+                file=sys.stderr,
+            )
+        return opened
+
+
+class EpochLines:
+    """A line for each epoch above a progress bar: the mean loss, what was evaluated, and seconds.
+
+    Args:
+        bar: the progress bar.
+        epochs: the last epoch, if the loop has one.
+    """
+
+    def __init__(self, bar: Any, epochs: int | None) -> None:
+        self.bar, self._epochs = bar, epochs
+        self._begin()
+
+    def _begin(self) -> None:
+        self._total, self._weight, self._since = 0.0, 0.0, time.monotonic()
+
+    def add(self, state: TrainState, metrics: Mapping[str, Any], evaluated: Mapping[str, Any]) -> None:
+        """Take a step. On an accelerator its loss is added up there, and read once an epoch has ended."""
+        loss, weight = metrics["loss"], metrics["weight"]
+        self._total, self._weight = self._total + loss * weight, self._weight + weight
+        if not state.data.epoch_ended:
+            return
+        count = f"{state.data.epoch}/{self._epochs}" if self._epochs else f"{state.data.epoch}"
+        numbers = {"loss": float(self._total) / max(float(self._weight), 1e-12)} | {
+            name: value for name, value in evaluated.items() if isinstance(value, float)
+        }
+        shown = [f"epoch {count}", *(f"{name} {value:.4g}" for name, value in numbers.items())]
+        self.bar.write("  ".join([*shown, f"{time.monotonic() - self._since:.0f} s"]), file=sys.stderr)
+        self._begin()
 
 
 def logged(
@@ -40,15 +85,17 @@ def logged(
 ) -> Steps:
     """Pass steps on, and their metrics to trackers and to a progress bar."""
     with contextlib.ExitStack() as stack:
-        progress_bar: Any = None if bar is None else stack.enter_context(open_bar(bar.total, bar.initial))
+        progress_bar: Any = None if bar is None else stack.enter_context(bar.open())
+        lines = None if bar is None else EpochLines(progress_bar, bar.epochs)
         also = [record.kept_by.metric for record in evaluations.records.values()]
         log = Log(trackers, config, None if progress_bar is None else show_metrics(progress_bar, also))
         stack.callback(log.close)
         evaluations.log = log.put
         stack.enter_context(contextlib.closing(taken))
         for state, metrics in taken:
-            if progress_bar is not None:
-                progress_bar.update()
+            if lines is not None:
+                lines.bar.update()
+                lines.add(state, metrics, evaluations.found)
             if falls(every, state):
                 log.put(state.step, metrics)
             elif evaluations.found:

@@ -34,6 +34,8 @@ _LONGEST = 1 << 24
 class JsonlTracker:
     """Appends a line for each step to a file. Runs that share a file follow each other in it.
 
+    If `fa.scan` goes on at an earlier step than the file ends with, the later rows of that run are taken out.
+
     Each line is one write, so a crash tears the last line at most. The next run begins a new line.
 
     Args:
@@ -94,14 +96,23 @@ class JsonlTracker:
         """
         self.finish()
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._open(config)
+        self._write({"time": time.time(), "config": dict(config)})
+
+    def _open(self, config: Mapping[str, Any]) -> None:
+        """Open the file, without the rows of steps after the one at which the run was resumed."""
+        if "resumed_at" in config and self.path.exists():
+            _roll_back(self.path, config["resumed_at"])
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         end = os.fstat(self._file).st_size
         if end and os.pread(self._file, 1, end - 1) != b"\n":
             os.write(self._file, b"\n")
-        self._write({"time": time.time(), "config": dict(config)})
 
     def add_config(self, config: Mapping[str, Any]) -> None:
         """Write further entries of the config, in a line with `"more": true`."""
+        if "resumed_at" in config and self._file is not None:
+            self.finish()
+            self._open(config)
         self._write({"time": time.time(), "config": dict(config), "more": True})
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -149,6 +160,21 @@ class JsonlTracker:
                 f"only {written} of {len(line)} bytes of a line could be written",
                 str(self.path),
             )
+
+
+def _roll_back(path: Path, step: int) -> None:
+    """Take the rows of later steps out of the last run in a file, which may have been resumed before."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = [_parse(line) or {} for line in lines]
+    begins = [
+        at for at, each in enumerate(records) if "config" in each and "resumed_at" not in each["config"]
+    ]
+    begin = max((at for at in begins if not records[at].get("more")), default=0)
+    later = [at for at, each in enumerate(records) if at > begin and each.get("step", 0) > step]
+    if later:
+        kept = path.with_name(f".{path.name}.kept")
+        kept.write_bytes(b"".join(line for at, line in enumerate(lines) if at not in {*later}))
+        kept.replace(path)
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

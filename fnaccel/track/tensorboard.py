@@ -60,7 +60,8 @@ class TensorBoardTracker(LibraryTracker):
     def _begin(self, config: Mapping[str, Any]) -> Any:
         folder = Path(self._directory or "", self._named(None) or "")
         with named_errors(folder):
-            writer = self._library.SummaryWriter(str(folder), **self.options)
+            resumed = {"purge_step": config["resumed_at"] + 1} if "resumed_at" in config else {}
+            writer = self._library.SummaryWriter(str(folder), **resumed | self.options)
         for key, value in plain(config).items():
             text = value if isinstance(value, str) else json.dumps(value, indent=1)
             writer.add_text(f"config/{key}", f"```\n{text}\n```")

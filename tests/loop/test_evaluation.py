@@ -260,3 +260,62 @@ def test_mistakes_in_a_loop(records, message):
     train_step = program()
     with pytest.raises(ArgumentError, match=message):
         list(fa.scan(train_step, train_step.init(), shards(), evaluate=records()))
+
+
+def lines_of(capsys):
+    """What a loop has written above its bar."""
+    text = capsys.readouterr().err.replace("\r", "\n")
+    return [line for line in text.splitlines() if line.startswith(("epoch", "resumed"))]
+
+
+def test_a_bar_has_a_line_for_each_epoch_and_one_for_a_resumed_run(tmp_path, capsys):
+    losses, weights = [], []
+    for _ in range(2):  # two processes, one after the other
+        train_step = program()
+        state = fa.resume_or_init(tmp_path, train_step)
+        for _ in range(2):
+            for state, metrics in fa.scan(
+                train_step,
+                state,
+                shards(10),
+                progress=True,
+                evaluate=fa.Evaluation(loss_fn, shards(), every=3),
+                save=tmp_path,
+            ):
+                losses.append(float(metrics["loss"]) * metrics["weight"])
+                weights.append(metrics["weight"])
+        train_step.close()
+    means = [sum(losses[at : at + 3]) / sum(weights[at : at + 3]) for at in range(0, 12, 3)]
+    found = lines_of(capsys)
+    assert [line.split("  ")[:2] for line in found if line.startswith("epoch")] == [
+        [f"epoch {at + 1}/{at + 1}", f"loss {mean:.4g}"] for at, mean in enumerate(means)
+    ]
+    assert all("  eval/loss " in line for line in found if line.startswith("epoch"))
+    assert [line for line in found if line.startswith("resumed")] == [
+        "resumed at step 6, 0 samples into epoch 2"
+    ]
+
+
+def test_a_resumed_run_takes_rolled_back_rows_out_of_its_log(tmp_path):
+    """It logged 1 to 5, and goes on from 3: 4 and 5 are not there twice. A run before it stays as it is."""
+
+    def scanned(state, train_step, steps, save=None):
+        track = fa.Tracking("jsonl", report=tmp_path / "run.html", directory=tmp_path)
+        for _ in fa.scan(train_step, state, shards(), steps=steps, track=track, save=save):
+            pass
+
+    train_step = program()
+    scanned(train_step.init(), train_step, 6)  # a run of its own, in the same file
+    train_step.close()
+    train_step = program()
+    scanned(train_step.init(), train_step, 3, save=tmp_path / "saved")
+    for last in (4, 5):  # each call of scan begins a part of its own in the file
+        scanned(train_step.live_state, train_step, last)
+    train_step.close()
+    for last in (4, 6):
+        train_step = program()
+        scanned(fa.resume_or_init(tmp_path / "saved", train_step), train_step, last)
+        train_step.close()
+    rows = fa.track.read_jsonl(tmp_path / "logs" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "step" in row] == [*range(1, 7), *range(1, 7)]
+    assert [row["config"].get("resumed_at") for row in rows if "config" in row] == [None, None, 3, 4, 3, 3]
