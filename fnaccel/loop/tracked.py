@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import attrs
+import torch
 
 from fnaccel.errors import ArgumentError, moved_arguments, require
 from fnaccel.loop.evaluating import Evaluations, Every, Steps, falls
@@ -45,6 +47,34 @@ class Bar:
         return opened
 
 
+class MeanLoss:
+    """The mean loss of the steps since it was read last, by their weights.
+
+    On an accelerator it is added up there. A step of weight 0 counts for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._total: Any = 0.0
+        self._weight: Any = 0.0
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a step."""
+        loss, weight = metrics["loss"], metrics["weight"]
+        if isinstance(weight, torch.Tensor):
+            loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
+        elif not weight:
+            return
+        self._total, self._weight = self._total + loss * weight, self._weight + weight
+
+    def read(self) -> Any:
+        """The mean, which stays where the losses are. NaN if no step counted."""
+        mean = (
+            self._total / self._weight if isinstance(self._weight, torch.Tensor) or self._weight else math.nan
+        )
+        self._total = self._weight = 0.0
+        return mean
+
+
 class EpochLines:
     """A line for each epoch above a progress bar: the mean loss, what was evaluated, and seconds.
 
@@ -55,24 +85,20 @@ class EpochLines:
 
     def __init__(self, bar: Any, epochs: int | None) -> None:
         self.bar, self._epochs = bar, epochs
-        self._begin()
-
-    def _begin(self) -> None:
-        self._total, self._weight, self._since = 0.0, 0.0, time.monotonic()
+        self._mean, self._since = MeanLoss(), time.monotonic()
 
     def add(self, state: TrainState, metrics: Mapping[str, Any], evaluated: Mapping[str, Any]) -> None:
-        """Take a step. On an accelerator its loss is added up there, and read once an epoch has ended."""
-        loss, weight = metrics["loss"], metrics["weight"]
-        self._total, self._weight = self._total + loss * weight, self._weight + weight
+        """Take a step. The loss is read once an epoch has ended."""
+        self._mean.add(metrics)
         if not state.data.epoch_ended:
             return
         count = f"{state.data.epoch}/{self._epochs}" if self._epochs else f"{state.data.epoch}"
-        numbers = {"loss": float(self._total) / max(float(self._weight), 1e-12)} | {
+        numbers = {"loss": float(self._mean.read())} | {
             name: value for name, value in evaluated.items() if isinstance(value, float)
         }
         shown = [f"epoch {count}", *(f"{name} {value:.4g}" for name, value in numbers.items())]
         self.bar.write("  ".join([*shown, f"{time.monotonic() - self._since:.0f} s"]), file=sys.stderr)
-        self._begin()
+        self._since = time.monotonic()
 
 
 def logged(
@@ -92,12 +118,15 @@ def logged(
         stack.callback(log.close)
         evaluations.log = log.put
         stack.enter_context(contextlib.closing(taken))
+        mean = None if every == 1 else MeanLoss()
         for state, metrics in taken:
+            if mean is not None:
+                mean.add(metrics)
             if lines is not None:
                 lines.bar.update()
                 lines.add(state, metrics, evaluations.found)
             if falls(every, state):
-                log.put(state.step, metrics)
+                log.put(state.step, metrics if mean is None else metrics | {"loss": mean.read()})
             elif evaluations.found:
                 log.put(state.step, evaluations.found)
             yield state, metrics

@@ -27,8 +27,9 @@ class Tracking:
     Args:
         trackers: each an object, a name such as `"tensorboard"`, or a mapping of `name` and options. `"all"`
             stands for those installed. Rank 0 writes, or the ranks that a tracker's `ranks` says.
-        every: `fa.scan` writes each so many steps, or `"epoch"`: the last step of each. In `fa.tracked` the
-            loop itself says which.
+        every: `fa.scan` writes each so many steps, or `"epoch"`: the last step of each. The loss of a row is
+            the mean over the steps since the row before, by their weights. Other metrics are those of its
+            step. In `fa.tracked` the loop itself says which.
         config: shown by trackers beside the run. `fa.scan` adds the plan and the environment.
         report: write an HTML page about the run here at its end, and a JSONL log beside it. See
             `fnaccel report` for several runs, and for one that was cut off.

@@ -319,3 +319,19 @@ def test_a_resumed_run_takes_rolled_back_rows_out_of_its_log(tmp_path):
     rows = fa.track.read_jsonl(tmp_path / "logs" / "metrics.jsonl")
     assert [row["step"] for row in rows if "step" in row] == [*range(1, 7), *range(1, 7)]
     assert [row["config"].get("resumed_at") for row in rows if "config" in row] == [None, None, 3, 4, 3, 3]
+
+
+@pytest.mark.parametrize("every", [3, "epoch"])
+def test_the_loss_of_a_row_is_the_mean_since_the_row_before(every):
+    """Batches of 4, 4 and 2 rows: their weights count."""
+    train_step = program(fa.skip_nonfinite(loss_fn))
+    losses = []
+    track = fa.Tracking(rows := Rows(), every=every)
+    for state, metrics in fa.scan(train_step, train_step.init(), shards(10), steps=6, track=track):
+        weight = float(metrics["weight"])
+        losses.append((float(metrics["loss"]) * weight, weight))
+    for (_, row), at in zip(rows.rows, (0, 3), strict=True):
+        sums, weights = (sum(column) for column in zip(*losses[at : at + 3], strict=True))
+        assert row["loss"] == pytest.approx(sums / weights, rel=1e-6)
+        assert row["weight"] == losses[at + 2][1]
+    assert state.step == 6
