@@ -46,7 +46,8 @@ class Batch:
         """This batch with other data, of the same rows: its position and what counts stay.
 
         Example:
-            >>> batch = batch.replace({"tokens": batch["tokens"].flip(1), "labels": batch["labels"].flip(1)})
+            >>> batch = next(iter(fa.shard(loader)))
+            >>> batch = batch.replace({name: value.flip(1) for name, value in batch.data.items()})
         """
         return attrs.evolve(self, data=data)
 

@@ -84,6 +84,13 @@ def open_bar(total: int | None, initial: int, *, unit: str = "step", title: str 
     )
 
 
+def write_line(text: str) -> None:
+    """Write a line above the bars that are shown."""
+    from tqdm import tqdm  # noqa: PLC0415 - only if a bar is shown
+
+    tqdm.write(text, file=sys.stderr)
+
+
 def ticking(items: Iterable[T], bar: ProgressBar) -> Iterator[T]:
     """Items, with one more on the bar after each."""
     for item in items:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from fnaccel.errors import ArgumentError, moved_arguments, require
 from fnaccel.loop.evaluating import Evaluations, Every, Steps, falls
-from fnaccel.loop.progress import open_bar, show_metrics
+from fnaccel.loop.progress import open_bar, show_metrics, write_line
 from fnaccel.loop.tracking import Track, as_tracking, of_rank
 from fnaccel.state import TrainState
 from fnaccel.track.log import Log, Options
@@ -40,10 +39,7 @@ class Bar:
         """The bar, on the screen, below a line that says where a resumed run goes on."""
         opened, data = open_bar(self.total, self.state.step), self.state.data
         if self.resumed:
-            opened.write(
-                f"resumed at step {self.state.step}, {data.samples} samples into epoch {data.epoch}",
-                file=sys.stderr,
-            )
+            write_line(f"resumed at step {self.state.step}, {data.samples} samples into epoch {data.epoch}")
         return opened
 
 
@@ -79,12 +75,11 @@ class EpochLines:
     """A line for each epoch above a progress bar: the mean loss, what was evaluated, and seconds.
 
     Args:
-        bar: the progress bar.
         epochs: the last epoch, if the loop has one.
     """
 
-    def __init__(self, bar: Any, epochs: int | None) -> None:
-        self.bar, self._epochs = bar, epochs
+    def __init__(self, epochs: int | None) -> None:
+        self._epochs = epochs
         self._mean, self._since = MeanLoss(), time.monotonic()
 
     def add(self, state: TrainState, metrics: Mapping[str, Any], evaluated: Mapping[str, Any]) -> None:
@@ -97,7 +92,7 @@ class EpochLines:
             name: value for name, value in evaluated.items() if isinstance(value, float)
         }
         shown = [f"epoch {count}", *(f"{name} {value:.4g}" for name, value in numbers.items())]
-        self.bar.write("  ".join([*shown, f"{time.monotonic() - self._since:.0f} s"]), file=sys.stderr)
+        write_line("  ".join([*shown, f"{time.monotonic() - self._since:.0f} s"]))
         self._since = time.monotonic()
 
 
@@ -112,7 +107,7 @@ def logged(
     """Pass steps on, and their metrics to trackers and to a progress bar."""
     with contextlib.ExitStack() as stack:
         progress_bar: Any = None if bar is None else stack.enter_context(bar.open())
-        lines = None if bar is None else EpochLines(progress_bar, bar.epochs)
+        lines = None if bar is None else EpochLines(bar.epochs)
         also = [record.kept_by.metric for record in evaluations.records.values()]
         log = Log(trackers, config, None if progress_bar is None else show_metrics(progress_bar, also))
         stack.callback(log.close)
@@ -122,8 +117,8 @@ def logged(
         for state, metrics in taken:
             if mean is not None:
                 mean.add(metrics)
-            if lines is not None:
-                lines.bar.update()
+            if lines is not None and progress_bar is not None:
+                progress_bar.update()
                 lines.add(state, metrics, evaluations.found)
             if falls(every, state):
                 log.put(state.step, metrics if mean is None else metrics | {"loss": mean.read()})

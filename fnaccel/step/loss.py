@@ -136,7 +136,13 @@ class Max(Extreme):
 
 @dataclass(frozen=True)
 class Min(Extreme):
-    """The smallest over micro-batches and ranks of a value of any shape, element by element. See `Max`."""
+    """The smallest over micro-batches and ranks of a value of any shape, element by element. NaN stays NaN.
+
+    Example:
+        >>> def score(model, batch):
+        ...     return {"smallest": fa.Min(model(batch["tokens"]).min())}
+        >>> smallest = fa.evaluate(train_step, state, score, fa.shard(loader))["smallest"]
+    """
 
     @staticmethod
     def fold(values: torch.Tensor) -> torch.Tensor:
