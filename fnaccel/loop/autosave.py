@@ -13,7 +13,7 @@ import attrs
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.collectives import any_process
 from fnaccel.errors import FnaccelError, Preempted, as_names
-from fnaccel.loop.evaluating import Evaluations, Every, Steps, Work, check_every, falls
+from fnaccel.loop.evaluating import Evaluations, Every, Steps, Turns, Work, check_every
 from fnaccel.loop.preemption import SIGNALS, preemption
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState
@@ -104,12 +104,12 @@ class Saver:
             self._until_written(),
             contextlib.closing(steps),
         ):
-            due = False
+            due, turns = False, Turns(self.plan.every, self.work)
             for state, metrics in steps:
                 self.last = state
                 yield state, metrics
                 # not before the loop asks for the next step: its body may still change `extras`
-                due = due or falls(self.plan.every, state) or self.evaluations.to_save
+                due = turns.come(state) or due or self.evaluations.to_save
                 waits = not self.work.is_whole(state) and (due or notice.stopping)
                 if waits and not self._may_stop(notice, state):
                     continue  # a few steps later ranks are the same again, and the batch is done

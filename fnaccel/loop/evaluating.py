@@ -45,7 +45,7 @@ class Work:
     """What a loop does with each batch: `fa.scan` says what the fields are.
 
     Attributes:
-        began: the step at which the loop began.
+        began, epoch: the step and the epoch at which the loop began.
     """
 
     train_step: TrainStep
@@ -54,6 +54,7 @@ class Work:
     after: Callable[[TrainState, dict[str, Any], Any], TrainState] | None = None
     updates_per_batch: int = 1
     began: int = 0
+    epoch: int = 0
 
     def prepared(self, state: TrainState, batch: Batch | Window) -> Batch | Window:
         """The batch that is trained on."""
@@ -90,11 +91,25 @@ def check_every(where: str, every: Any, *, needed: bool = False) -> None:
     require(right, f"every={every!r}", where, 'every is 1 or more, or "epoch"')
 
 
-def falls(every: Every | None, state: TrainState) -> bool:
-    """Whether something that is done so often is done after the step of this state."""
-    if every == "epoch":
-        return state.data.epoch_ended
-    return every is not None and state.step % every == 0
+class Turns:
+    """The steps after which something is done that is done so often. A window may end in the next epoch.
+
+    Args:
+        every: how often. None: never.
+        work: what the loop does with each batch.
+    """
+
+    def __init__(self, every: Every | None, work: Work) -> None:
+        self._every, self._work, self._epoch = every, work, work.epoch
+
+    def come(self, state: TrainState) -> bool:
+        """Whether it is done after the step of this state."""
+        if not isinstance(self._every, str):
+            return self._every is not None and state.step % self._every == 0
+        epoch, before = state.data.epoch, self._epoch
+        if self._work.batch_ended(state):
+            self._epoch = epoch
+        return self._epoch != before
 
 
 def check_shards(shards: Any, where: str) -> None:
@@ -309,6 +324,7 @@ class Evaluations:
 
     Attributes:
         records: by name.
+        work: as it was given.
         found: the metrics that were found after the step at which the loop is. Empty if none were.
         to_save: whether they are among the best, so that this step is saved.
         log: writes metrics of a step to trackers. Set by the loop that has some.
@@ -333,9 +349,10 @@ class Evaluations:
         self.found: dict[str, Any] = {}
         self.to_save = False
         self.log: Callable[[int, Mapping[str, Any]], object] | None = None
-        self._work, self._train_step = work, work.train_step
+        self.work, self._train_step = work, work.train_step
         self._directory, self._shown = directory, shown
         self._decided = {name: _Decided() for name in self.records}
+        self._turns = {name: Turns(record.every, work) for name, record in self.records.items()}
         self._step = -1
 
     def metrics(self, step: int) -> Metrics | None:
@@ -370,8 +387,12 @@ class Evaluations:
         if world.is_main:
             paths = [each.path for each in checkpoints(self._directory) if each.step == step]
             saved = metrics_of(paths[0]) if paths else saved
-        for name, decided in broadcast_objects(saved, world=world).evaluations.items():
-            if name in self.records:
+        saved = broadcast_objects(saved, world=world)
+        kinds = {(best.metric, best.mode) for best in saved.best}
+        for name, decided in saved.evaluations.items():
+            record = self.records.get(name)
+            # what was decided by another metric says nothing of this one
+            if record is not None and (record.kept_by.metric, record.mode) in kinds:
                 self._decided[name] = _Decided(**decided)
 
     def _first(self, state: TrainState) -> None:
@@ -383,10 +404,10 @@ class Evaluations:
     def _evaluate(self, state: TrainState) -> None:
         """Do the evaluations that are due after the step of this state."""
         self.found, self.to_save, self._step = {}, False, state.step
-        whole = self._work.is_whole(state)
+        whole = self.work.is_whole(state)
         for name, record in self.records.items():
             decided = self._decided[name]
-            decided.due = decided.due or falls(record.every, state)
+            decided.due = self._turns[name].come(state) or decided.due
             if decided.due and whole:
                 decided.due = False
                 found = self._metrics_of(state, record)

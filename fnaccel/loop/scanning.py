@@ -139,7 +139,7 @@ def scan(
     if watch is not None and (watch.throughput or watch.memory):
         measures = Measures(train_step, watch)
     require_counts("fa.scan", updates_per_batch=updates_per_batch)
-    work = Work(train_step, given, before, after, updates_per_batch, began=state.step)
+    work = Work(train_step, given, before, after, updates_per_batch, state.step, state.data.epoch)
     taken = _steps(work, state, shards, steps, epochs, measures)
     if measures is not None:
         taken = _inside(measures, taken)
@@ -159,7 +159,7 @@ def scan(
         # outermost, so that the last state is saved before a tracker ends
         # before the first update of this process a later step is that of a checkpoint
         resumed = state.step > 0 and not lease_of(state, "fa.scan").owner.instance.learned.moved
-        total = _total(train_step, state, shards, steps, epochs)
+        total = _total(work, state, shards, steps, epochs)
         bar = Bar(total, state, epochs, resumed) if shown else None
         facts: dict[str, Any] = {"plan": str(train_step.plan), "environment": environment(world)}
         if state.step:
@@ -267,12 +267,12 @@ def _epoch(train_step: TrainStep, shards: Shards, position: Position, *, step: i
 
 
 def _total(
-    train_step: TrainStep, state: TrainState, shards: Shards, steps: int | None, epochs: int | None
+    work: Work, state: TrainState, shards: Shards, steps: int | None, epochs: int | None
 ) -> int | None:
     if steps is not None:
         return steps
     if epochs is None or state.data.samples:
         return None
-    ranks, left = train_step.mesh.batch_size, epochs - state.data.epoch
+    ranks, left = work.train_step.mesh.batch_size, epochs - state.data.epoch
     more = updates(shards, ranks, left, across=shards.across_epochs, first=state.step)
-    return None if more is None else state.step + more
+    return None if more is None else state.step + more * work.updates_per_batch

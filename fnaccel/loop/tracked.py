@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from fnaccel.errors import ArgumentError, moved_arguments, require
-from fnaccel.loop.evaluating import Evaluations, Every, Steps, falls
+from fnaccel.loop.evaluating import Evaluations, Every, Steps, Turns, Work
 from fnaccel.loop.progress import open_bar, show_metrics, write_line
 from fnaccel.loop.tracking import Track, as_tracking, of_rank
 from fnaccel.state import TrainState
@@ -76,16 +76,17 @@ class EpochLines:
 
     Args:
         epochs: the last epoch, if the loop has one.
+        work: what the loop does with each batch.
     """
 
-    def __init__(self, epochs: int | None) -> None:
-        self._epochs = epochs
+    def __init__(self, epochs: int | None, work: Work) -> None:
+        self._epochs, self._turns = epochs, Turns("epoch", work)
         self._mean, self._since = MeanLoss(), time.monotonic()
 
     def add(self, state: TrainState, metrics: Mapping[str, Any], evaluated: Mapping[str, Any]) -> None:
         """Take a step. The loss is read once an epoch has ended."""
         self._mean.add(metrics)
-        if not state.data.epoch_ended:
+        if not self._turns.come(state):
             return
         count = f"{state.data.epoch}/{self._epochs}" if self._epochs else f"{state.data.epoch}"
         numbers = {"loss": float(self._mean.read())} | {
@@ -107,12 +108,13 @@ def logged(
     """Pass steps on, and their metrics to trackers and to a progress bar."""
     with contextlib.ExitStack() as stack:
         progress_bar: Any = None if bar is None else stack.enter_context(bar.open())
-        lines = None if bar is None else EpochLines(bar.epochs)
+        lines = None if bar is None else EpochLines(bar.epochs, evaluations.work)
         also = [record.kept_by.metric for record in evaluations.records.values()]
         log = Log(trackers, config, None if progress_bar is None else show_metrics(progress_bar, also))
         stack.callback(log.close)
         evaluations.log = log.put
         stack.enter_context(contextlib.closing(taken))
+        turns = Turns(every, evaluations.work)
         mean = None if every == 1 else MeanLoss()
         for state, metrics in taken:
             if mean is not None:
@@ -120,7 +122,7 @@ def logged(
             if lines is not None and progress_bar is not None:
                 progress_bar.update()
                 lines.add(state, metrics, evaluations.found)
-            if falls(every, state):
+            if turns.come(state):
                 log.put(state.step, metrics if mean is None else metrics | {"loss": mean.read()})
             elif evaluations.found:
                 log.put(state.step, evaluations.found)

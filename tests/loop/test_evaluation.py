@@ -6,6 +6,7 @@ import math
 import os
 import signal
 
+import attrs
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -335,3 +336,44 @@ def test_the_loss_of_a_row_is_the_mean_since_the_row_before(every):
         assert row["loss"] == pytest.approx(sums / weights, rel=1e-6)
         assert row["weight"] == losses[at + 2][1]
     assert state.step == 6
+
+
+def test_another_metric_begins_with_its_own_best(tmp_path):
+    by_loss = fa.Evaluation(scripted, shards(), every=1, best="loss", patience=9)
+    run(by_loss, tmp_path, steps=4)
+    found, _, last = run(attrs.evolve(by_loss, mode="max", patience=2), tmp_path, steps=13)
+    assert last == 9  # NaN, 3, 8, 3, 2.9: the first number is an improvement on nothing
+    assert sorted(found) == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("window", [3, 4])
+def test_a_window_that_crosses_an_epoch_ends_it(tmp_path, window):
+    """Five batches an epoch."""
+    train_step = program()
+    val = fa.Evaluation(loss_fn, shards())
+    loader = DataLoader(TensorDataset(*batch_of(20)), batch_size=4)
+    data = fa.shard(loader, window=window, across_epochs=True)
+    track = fa.Tracking(rows := Rows(), every="epoch")
+    save = fa.Autosave(tmp_path, every="epoch")
+    steps = [
+        state.step
+        for state, metrics in fa.scan(
+            train_step, train_step.init(), data, epochs=4, evaluate=val, track=track, save=save
+        )
+        if "eval/loss" in metrics
+    ]
+    assert [step for step, _ in rows.rows] == steps
+    assert [each.step for each in fa.checkpoint.checkpoints(tmp_path)] == steps
+    assert len(steps) == 4
+    assert steps[0] == -(-5 // window)
+
+
+def test_the_epoch_of_several_updates_on_a_batch_ends_once(capsys):
+    train_step = program()
+    track = fa.Tracking(rows := Rows(), every="epoch")
+    for _ in fa.scan(
+        train_step, train_step.init(), shards(), epochs=2, updates_per_batch=3, track=track, progress=True
+    ):
+        pass
+    assert [step for step, _ in rows.rows] == [6, 12]
+    assert len(lines_of(capsys)) == 2
