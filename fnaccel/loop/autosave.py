@@ -181,6 +181,8 @@ class Saver:
         alone = on_purpose and not world.all_come(TOGETHER)
         if alone:
             why = f"not all ranks left the loop after this step, within {TOGETHER:g} s"
+        elif on_purpose and not self.work.batch_ended(state):
+            why = "the loop was left between two updates on one batch"
         elif on_purpose:
             try:
                 self.save(state)

@@ -63,6 +63,7 @@ class Work:
         if isinstance(batch, Window):
             return Window(self.prepared(state, each) for each in batch)
         made = self.before(state, batch)
+        require(made is not None, "before returned None", "fa.scan(before=)", "return batch.replace(data)")
         return made if isinstance(made, Batch) else batch.replace(made)
 
     def update(self, state: TrainState, batch: Batch | Window) -> tuple[TrainState, dict[str, Any]]:
@@ -334,7 +335,9 @@ class Evaluations:
     """
 
     def __init__(self, work: Work, evaluate: Evaluate, directory: Path | None, shown: bool) -> None:
-        given = (evaluate,) if isinstance(evaluate, Evaluation) else tuple(evaluate or ())
+        given: tuple[Evaluation, ...] = ()
+        if evaluate is not None:
+            given = tuple(evaluate) if isinstance(evaluate, Iterable) else (evaluate,)
         where = "fa.scan(evaluate=)"
         for record in given:
             require(
@@ -378,6 +381,11 @@ class Evaluations:
                 yield state, metrics
                 if self._ended(state.step):
                     return
+            left = [name for name, decided in self._decided.items() if decided.due]
+            if left and self._train_step.mesh.world.is_main:
+                _logger.warning(
+                    "the loop ended before its ranks were the same: no last %s", " and ".join(left)
+                )
 
     def _resume(self, step: int) -> None:
         """Take what the checkpoint of this step says was decided before."""
@@ -415,10 +423,13 @@ class Evaluations:
                 if record.best is not None:
                     metric = record.kept_by.metric
                     if not isinstance(found.get(metric), float):
+                        there = [key[len(name) + 1 :] for key, x in found.items() if isinstance(x, float)]
                         raise ArgumentError(
                             f"the evaluation has no number {metric!r}",
                             where="fa.Evaluation(best=)",
-                            fix=nearest(metric, (key for key, x in found.items() if isinstance(x, float))),
+                            fix=nearest(f"{record.best}", there)
+                            if there
+                            else "return one from the metric function",
                         )
                     self.to_save = decided.take(found[metric], record) or self.to_save
 

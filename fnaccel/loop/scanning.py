@@ -80,7 +80,8 @@ def scan(
         after: `after(state, metrics, batch) -> state`, called after each update with what was trained on. It
             returns the state, or `state.with_extras(...)`, which is part of the checkpoint of that step.
         updates_per_batch: so many updates on each batch. Saves, evaluations, `steps`, `max_seconds` and stop
-            requests wait for the last of them, because a rollout can't be made again from other parameters.
+            requests wait for the last of them, because a rollout can't be made again from other parameters. A
+            loop that is left between them by `break` saves nothing more.
         progress: show a bar with loss, rate and time left, on rank 0.
         evaluate: evaluate during the loop as `fa.Evaluation` says, or as several with names of their own do.
             Metrics such as `eval/loss` are in those of that step, and are logged.
@@ -139,6 +140,12 @@ def scan(
     if watch is not None and (watch.throughput or watch.memory):
         measures = Measures(train_step, watch)
     require_counts("fa.scan", updates_per_batch=updates_per_batch)
+    require(
+        updates_per_batch == 1 or not callable(shards.window),
+        f"updates_per_batch={updates_per_batch}, and the size of a window depends on the step",
+        "fa.scan",
+        "a window of one size, or one update on each",
+    )
     work = Work(train_step, given, before, after, updates_per_batch, state.step, state.data.epoch)
     taken = _steps(work, state, shards, steps, epochs, measures)
     if measures is not None:

@@ -230,7 +230,7 @@ def test_saves_by_hand(tmp_path):
         (lambda root, state: fa.save(root, state, metrics={"loss": 1}, best="acc"), "none of metrics="),
         (lambda root, state: fa.save(root, state, metrics={"loss": "low"}), "'loss' is low, which is no num"),
         (lambda root, state: fa.save(root, state, metrics={"a": 1}, best="a", mode="low"), "mode='low'"),
-        (lambda root, state: fa.checkpoint.best(root), "saved with best='...'"),
+        (lambda root, state: fa.checkpoint.best(root), "no checkpoint was saved with best="),
         (lambda root, state: fa.checkpoint.best(root, "loss"), "saved with best='loss'"),
         (lambda root, state: fa.Evaluation(loss_fn, [1, 2]), "a list says nothing"),
         (lambda root, state: fa.Evaluation(loss_fn, shards(), every=0), "every=0"),
@@ -254,7 +254,12 @@ def test_mistakes(tmp_path, call, message):
     [
         (lambda: [fa.Evaluation(loss_fn, shards()), fa.Evaluation(loss_fn, shards())], "have one name"),
         (lambda: [loss_fn], "a function says nothing of when"),
+        (lambda: loss_fn, "a function says nothing of when to"),
         (lambda: fa.Evaluation(loss_fn, shards(), every=1, best="accuracy"), "no number 'eval/accuracy'"),
+        (
+            lambda: fa.Evaluation(lambda *_: {}, shards(), every=1, best="loss"),
+            "return one from the metric fun",
+        ),
     ],
 )
 def test_mistakes_in_a_loop(records, message):

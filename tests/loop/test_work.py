@@ -155,11 +155,32 @@ def test_steps_round_up_and_windows_are_prepared_batch_by_batch(tmp_path):
     assert seen == [4] * 6
 
 
+def test_a_loop_that_is_left_between_two_updates_keeps_its_last_whole_batch(tmp_path):
+    train_step = program()
+
+    def left():
+        save = fa.Autosave(tmp_path, every=4)
+        for state, _ in fa.scan(train_step, train_step.init(), shards(), updates_per_batch=2, save=save):
+            if state.step == 7:
+                break
+
+    with pytest.warns(UserWarning, match="left between two updates on one batch"):
+        left()
+    assert [each.step for each in fa.checkpoint.checkpoints(tmp_path)] == [4]
+
+
+def test_windows_of_sizes_by_the_step_get_one_update():
+    train_step = program()
+    with pytest.raises(ArgumentError, match="the size of a window depends on the step"):
+        fa.scan(train_step, train_step.init(), shards(window=lambda step: 1), updates_per_batch=2)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"given": {"name": "text"}}, ArgumentError, "given\\['name'\\] is str, not the state of"),
         ({"updates_per_batch": 0}, ArgumentError, "updates_per_batch=0"),
+        ({"before": lambda state, batch: None}, ArgumentError, "before returned None"),
         ({"after": lambda state, metrics, batch: None}, ArgumentError, "this is NoneType, not the state"),
         (
             {"after": lambda state, metrics, batch: fa.snapshot(state)},

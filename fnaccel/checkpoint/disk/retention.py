@@ -110,7 +110,9 @@ def best(
         chosen = Best(metric)
     if chosen is None and found:
         raise ArgumentError(
-            f"no checkpoint was saved with best={metric or '...'!r}",
+            f"no checkpoint was saved with best={metric!r}"
+            if metric
+            else "no checkpoint was saved with best=",
             where="fa.checkpoint.best",
             fix='name the metric and the mode: fa.checkpoint.best(directory, "eval/loss", mode="min")',
         )
@@ -134,7 +136,8 @@ def given_metrics(
     values = {name: finite(value, name, where) for name, value in (metrics or {}).items()}
     if best is None:
         return Metrics(values)
-    require(best in values, f"best={best!r} is none of metrics=", where, nearest(best, values))
+    fix = nearest(best, values) if values else f"metrics={{{best!r}: value}}"
+    require(best in values, f"best={best!r} is none of metrics=", where, fix)
     chosen = Best(best, mode, keep_best)
     chosen.check(where)
     return Metrics(values, (chosen,))
