@@ -481,7 +481,7 @@ MUTANTS = [
         ("tests/optim/test_eight_bit.py", "-k", "moves_far"),
     ),
     Mutant(
-        "a resumed run has its whole patience again", "loop/evaluating.py", "if name in self.records:", "if False:",
+        "a resumed run has its whole patience again", "loop/evaluating.py", "if record is not None and (record.kept_by.metric", "if False and (record.kept_by.metric",
         ("tests/loop/test_evaluation.py", "-k", "decides_as_one"),
     ),
     Mutant(
