@@ -133,7 +133,7 @@ def test_patience_ends_the_loop(tmp_path, options, last, caplog):
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
-@pytest.mark.parametrize("stop", [3, 6, 8])
+@pytest.mark.parametrize("stop", [3, 6, 8, 11])
 def test_a_resumed_run_decides_as_one_that_was_not_stopped(tmp_path, every, stop):
     record = fa.Evaluation(scripted, shards(), every=1, best="loss", patience=3, keep_best=2)
     expected, kept, last = run(record, tmp_path / "a", every=every, keep=2)
