@@ -317,7 +317,7 @@ def _warn_of_no_position(states: Sequence[TrainState], world: World, where: str)
                     f"{where}: after {trained.step} steps the position in the data is still the beginning, "
                     "because no step was given a batch of fa.shard itself. A resumed run begins the data "
                     "again. Give the batch with your data in it: "
-                    "train_step(state, attrs.evolve(batch, data=...))",
+                    "train_step(state, batch.replace(data))",
                     RuntimeWarning,
                     stacklevel=5,
                 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-import attrs
 import torch
 
 from fnaccel import tree
@@ -29,7 +28,7 @@ def place(batches: Iterator[Batch], device: torch.device, *, prefetch: int = 1) 
         return batches
     if prefetch and copies_aside(device):
         return _ahead(batches, device, prefetch)
-    return (attrs.evolve(batch, data=_moved(batch.data, device)) for batch in batches)
+    return (batch.replace(_moved(batch.data, device)) for batch in batches)
 
 
 def copies_aside(device: torch.device) -> bool:
@@ -64,7 +63,7 @@ def _begin(batch: Batch, device: torch.device, side: torch.Stream) -> tuple[Batc
         return tensor.pin_memory().to(device, non_blocking=True)
 
     with side:
-        moved = attrs.evolve(batch, data=tree.map_tensors(copy, batch.data))
+        moved = batch.replace(tree.map_tensors(copy, batch.data))
         return moved, side.record_event()
 
 
@@ -78,4 +77,4 @@ def _await(batch: Batch, copied: torch.Event, device: torch.device) -> Batch:
         placed.record_stream(current)
         return placed
 
-    return attrs.evolve(batch, data=tree.map_tensors(hand_over, batch.data))
+    return batch.replace(tree.map_tensors(hand_over, batch.data))

@@ -125,7 +125,7 @@ class _Own:
             self.problem = error  # the other ranks are told before it is raised
             return None
         if self.first is None:  # it waits for the end of the epoch
-            self.first = None if batch is None else attrs.evolve(batch, data=copied(batch.data))
+            self.first = None if batch is None else batch.replace(copied(batch.data))
         elif batch is None:
             self.ended = True
             self.batches = None

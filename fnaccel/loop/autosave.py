@@ -75,7 +75,7 @@ class Saver:
 
     Attributes:
         plan: where, and when.
-        work: what the loop does with each batch.
+        work: of the loop.
         evaluations: say which steps to save besides, and what is kept of them.
         last: the newest state that the loop was given.
         step, path: of the newest save.

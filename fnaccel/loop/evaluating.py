@@ -1,4 +1,4 @@
-"""`evaluate`: metrics over all of a data set. `Evaluation`: when `fa.scan` does so, and what follows."""
+"""`evaluate`: metrics over all of a data set. `Evaluation`: during `fa.scan`, with the best checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _logger = logging.getLogger("fnaccel")
 
 @attrs.frozen
 class Work:
-    """What a loop does with each batch: `fa.scan` says what the fields are.
+    """The part of `fa.scan` around each batch. Its arguments explain the fields.
 
     Attributes:
         began, epoch: the step and the epoch at which the loop began.
@@ -87,7 +87,7 @@ class Work:
 
 
 def check_every(where: str, every: Any, *, needed: bool = False) -> None:
-    """Raise ArgumentError for what is no time between two steps. None is one, unless it is needed."""
+    """Raise ArgumentError unless `every` is a number of steps, "epoch" or, if not `needed`, None."""
     right = every == "epoch" or (type(every) is int and every >= 1) or (every is None and not needed)
     require(right, f"every={every!r}", where, 'every is 1 or more, or "epoch"')
 
@@ -97,7 +97,7 @@ class Turns:
 
     Args:
         every: how often. None: never.
-        work: what the loop does with each batch.
+        work: of the loop.
     """
 
     def __init__(self, every: Every | None, work: Work) -> None:
@@ -209,7 +209,7 @@ def evaluate(
 
 @attrs.frozen
 class Evaluation:
-    """When `fa.scan(evaluate=)` calls `fa.evaluate`, and what follows from the result.
+    """Evaluation during `fa.scan`, by `fa.evaluate`: its schedule, the best checkpoints, and early stopping.
 
     Each metric is yielded, logged and saved as `name/metric`, such as `eval/loss`. A result that is no
     mapping is called `loss`.
@@ -276,17 +276,17 @@ class Evaluation:
 
     @property
     def kept_by(self) -> Best:
-        """What the best checkpoints are chosen by: the loss, if `best` is None."""
+        """The metric that chooses the best checkpoints: the loss, if `best` is None."""
         return Best(f"{self.name}/{self.best or 'loss'}", self.mode, self.keep_best)
 
 
 Evaluate = Evaluation | Iterable[Evaluation] | None
-"""What `fa.scan(evaluate=)` takes."""
+"""The values of `fa.scan(evaluate=)`."""
 
 
 @attrs.define
 class _Decided:
-    """What the evaluations of one record have led to.
+    """The decisions by the evaluations of one record, so far.
 
     Attributes:
         best: the value that has to be improved.
@@ -318,7 +318,7 @@ class Evaluations:
     """The evaluations of one loop.
 
     Args:
-        work: what the loop does with each batch.
+        work: of the loop.
         evaluate: the records.
         directory: of the checkpoints of the loop, if it has one.
         shown: whether this rank shows a bar.
@@ -359,7 +359,7 @@ class Evaluations:
         self._step = -1
 
     def metrics(self, step: int) -> Metrics | None:
-        """What a checkpoint of this step keeps."""
+        """The metrics and decisions that a checkpoint of this step keeps. None without evaluations."""
         if not self.records:
             return None
         numbers = self.found if step == self._step else {}
@@ -388,7 +388,7 @@ class Evaluations:
                 )
 
     def _resume(self, step: int) -> None:
-        """Take what the checkpoint of this step says was decided before."""
+        """Take the decisions in the checkpoint of this step."""
         if self._directory is None or step == 0:
             return
         world, saved = self._train_step.mesh.world, Metrics()
@@ -399,7 +399,7 @@ class Evaluations:
         kinds = {(best.metric, best.mode) for best in saved.best}
         for name, decided in saved.evaluations.items():
             record = self.records.get(name)
-            # what was decided by another metric says nothing of this one
+            # decisions by another metric say nothing of this one
             if record is not None and (record.kept_by.metric, record.mode) in kinds:
                 self._decided[name] = _Decided(**decided)
 

@@ -76,7 +76,7 @@ class EpochLines:
 
     Args:
         epochs: the last epoch, if the loop has one.
-        work: what the loop does with each batch.
+        work: of the loop.
     """
 
     def __init__(self, epochs: int | None, work: Work) -> None:

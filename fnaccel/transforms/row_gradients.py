@@ -11,7 +11,7 @@ from torch import nn
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError, CapabilityError, LossError, MicroBatchError
 from fnaccel.models.parameter_values import params, run_with
-from fnaccel.step.loss import Concat, Extreme, Mean, Sum, read_loss
+from fnaccel.step.loss import Concat, Extreme, Max, Mean, Min, Sum, read_loss
 from fnaccel.step.loss_info import Informed
 from fnaccel.tree import Tree
 
@@ -198,7 +198,7 @@ def _combined(tensors: list[torch.Tensor], kind: Any) -> Any:
             leaves.append(Mean(next(values).sum(0), next(values).sum(0)))
         elif each is Sum:
             leaves.append(Sum(next(values).sum(0)))
-        elif isinstance(each, type) and issubclass(each, Extreme):
+        elif each in (Max, Min):
             leaves.append(each(each.fold(next(values))))
         elif isinstance(each, Concat):
             leaves.append(Concat(next(values).flatten(0, 1), each.pad))

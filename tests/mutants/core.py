@@ -266,7 +266,7 @@ MUTANTS = [
         "        remove(target)", ("tests/checkpoint/test_faults.py", "-k", "every_write_point"),
     ),
     Mutant(
-        "the newest checkpoints go", "checkpoint/disk/retention.py", "in existing[: -self.keep]:", "in existing[self.keep :]:",
+        "the newest checkpoints go", "checkpoint/disk/retention.py", "old = existing[: -self.keep]", "old = existing[self.keep :]",
         ("tests/checkpoint/test_background.py", "-k", "retention"),
     ),
     Mutant(

@@ -180,8 +180,9 @@ class Retention:
             return
         # later ones are of a run that was left: nothing of this one gives way to them
         existing = [checkpoint for checkpoint in checkpoints(root) if checkpoint.step <= written]
-        kept = {written} | best_steps(existing)
-        for checkpoint in existing[: -self.keep]:
+        old = existing[: -self.keep]
+        kept = {written} | best_steps(existing) if old else {written}
+        for checkpoint in old:
             multiple = self.keep_every is not None and checkpoint.step % self.keep_every == 0
             if checkpoint.step not in kept and not multiple:
                 with contextlib.suppress(OSError):

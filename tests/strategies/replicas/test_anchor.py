@@ -84,15 +84,20 @@ def test_evaluate_and_look_read_the_anchor(pools, strategy, ranks):
     assert [score for *_, score, _, _ in first] == [score for *_, score, _, _ in last]
 
 
+def after_four(train_step, folder, resume):
+    """The state after four steps: made and saved, or restored."""
+    state = train_step.init(seed=0)
+    if resume:
+        return fa.restore(folder, like=state)
+    state = stepped(train_step, state, 4)
+    fa.save(folder, state, between=True)
+    return state
+
+
 def resumed(folder, resume):
     """What is read after a restore, and after a snapshot was adopted, between two averages."""
     train_step = made("diloco(2, every=3)")
-    state = train_step.init(seed=0)
-    if resume:
-        state = fa.restore(folder, like=state)
-    else:
-        state = stepped(train_step, state, 4)
-        fa.save(folder, state, between=True)
+    state = after_four(train_step, folder, resume)
     score = scored(train_step, state)
     state = train_step.adopt(fa.snapshot(state))
     return score, scored(train_step, state), state.step
@@ -143,12 +148,8 @@ def test_a_score_that_would_mix_replicas_names_the_next_average(pools, strategy,
 def going_on(strategy, folder, resume):
     """Parameters and the state of the axis after seven steps, of a run that was saved after four."""
     train_step = made(strategy)
-    state = train_step.init(seed=0)
-    if resume:
-        state = fa.restore(folder, like=state)
-    else:
-        state = stepped(train_step, state, 4)
-        fa.save(folder, state, between=True)
+    state = after_four(train_step, folder, resume)
+    if not resume:
         scored(train_step, state)
     state = stepped(train_step, state, 7)
     found = whole_params(state), fa.tree.map_tensors(whole, dict(state.transforms))
