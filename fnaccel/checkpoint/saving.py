@@ -155,7 +155,9 @@ def save_async(
     )
 
 
-def check_same_on_ranks(states: Sequence[TrainState], where: str, *, between: bool = False) -> Replica | None:
+def check_same_on_ranks(
+    states: Sequence[TrainState], where: str, *, between: bool = False, anchor: bool = False
+) -> Replica | None:
     """See that ranks hold the same values, where they might not. All ranks call it.
 
     A checkpoint and an export take values that all ranks hold from one of them. The states of transforms are
@@ -165,6 +167,7 @@ def check_same_on_ranks(states: Sequence[TrainState], where: str, *, between: bo
         states: the states.
         where: the public function, for messages.
         between: whether it keeps the values of each replica, also between two averages.
+        anchor: whether it takes the anchor in the place of parameters there.
 
     Returns:
         The replica of this rank, if replicas train apart and their own values can be kept.
@@ -182,6 +185,9 @@ def check_same_on_ranks(states: Sequence[TrainState], where: str, *, between: bo
         layout = instance.engine.layout
         apart, own = layout.next_whole is not None, layout.of_replicas
         same_at = layout.whole_from(state.step) if apart else state.step
+        if same_at != state.step and anchor and layout.read_between is not None:
+            _compare(state, ["buffers"], layout, where, instance.transient(), same_at)
+            continue
         if same_at != state.step and (own is None or not between):
             fix = f"train on to step {same_at}, after which all ranks hold the same"
             raise CheckpointError(
@@ -211,9 +217,17 @@ def _refuse_axis_state(state: TrainState, where: str) -> None:
 
 
 def _compare(
-    state: TrainState, names: Sequence[str], layout: Layout, where: str, made_anew: Collection[str]
+    state: TrainState,
+    names: Sequence[str],
+    layout: Layout,
+    where: str,
+    made_anew: Collection[str],
+    same_at: int | None = None,
 ) -> None:
-    """Compare the trees of these names between ranks by their checksums, but for buffers made anew."""
+    """Compare the trees of these names between ranks by their checksums, but for buffers made anew.
+
+    `same_at` is a later step after which they are equal, if there is one.
+    """
     trees = {name: getattr(state, name) for name in names}
     if made_anew and "buffers" in trees:
         trees["buffers"] = [x for path, x in tree.items(state.buffers) if path not in made_anew]
@@ -225,8 +239,10 @@ def _compare(
                 f"state.{name} differs between ranks (on {ranks_of(other)} of the mesh axis 'loss' from "
                 "rank 0), and one rank's would be kept",
                 where=where,
-                fix=f"compute it from what all ranks hold: let Hooks.after_update make state.{name} equal in "
-                "the steps that are whole, or mend next_whole"
+                fix=f"train on to step {same_at}, after which all ranks hold the same"
+                if same_at is not None
+                else f"compute it from what all ranks hold: let Hooks.after_update make state.{name} equal "
+                "in the steps that are whole, or mend next_whole"
                 if layout.next_whole is not None
                 else "compute it from values that all ranks hold, such as parameters, averaged gradients and "
                 "metrics, and not from a rank's own loss, clock or random numbers",

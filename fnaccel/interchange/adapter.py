@@ -98,7 +98,7 @@ def export_adapter(
             where=_WHERE,
             fix="give the state that the train step returned",
         )
-    check_exportable(state, _WHERE)
+    check_exportable(state, _WHERE, anchor=not ema)
     ranks = world_of(world, state)
     style = Style(dtype=dtype, ema=ema, model=model, where=_WHERE)
     items: list[Item] = []

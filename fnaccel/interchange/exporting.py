@@ -208,7 +208,7 @@ def _export_live(
     if isinstance(source, nn.Module):
         active = world_of(world)
     elif isinstance(source, TrainState):
-        check_exportable(source, _WHERE)
+        check_exportable(source, _WHERE, anchor=not style.ema)
         active = world_of(world, source)
     else:
         raise ArgumentError(
@@ -255,7 +255,7 @@ def _export_live(
 
 
 def values_of(source: object, style: Style) -> contextlib.AbstractContextManager[None]:
-    """In the body the parameters of a live state are where its optimizer evaluates, if they are exported."""
+    """In the body the parameters of a live state are those of evaluation, if they are exported."""
     point = None
     if isinstance(source, TrainState) and not style.ema:
         with contextlib.suppress(UnleasedStateError):

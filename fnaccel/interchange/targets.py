@@ -20,8 +20,13 @@ from fnaccel.tree import Tree
 SECTIONS = ("params", "buffers", "opt", "ema")
 
 
-def check_exportable(state: TrainState, where: str) -> None:
+def check_exportable(state: TrainState, where: str, *, anchor: bool = False) -> None:
     """See that a state can be written for others. All ranks call it.
+
+    Args:
+        state: the state.
+        where: the public function, for messages.
+        anchor: whether the anchor of `fa.diloco` is written between two averages.
 
     Raises:
         StaleStateError: it was donated.
@@ -30,7 +35,7 @@ def check_exportable(state: TrainState, where: str) -> None:
     """
     check_live(state)
     check_trained(state, where)
-    check_same_on_ranks([state], where)
+    check_same_on_ranks([state], where, anchor=anchor)
 
 
 @attrs.frozen(eq=False)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -106,6 +107,46 @@ def resumed(folder, resume):
 def test_the_anchor_of_a_restored_or_adopted_state_is_read(pools, tmp_path):
     found = [*pools.run(2, resumed, tmp_path, False), *pools.run(2, resumed, tmp_path, True)]
     assert set(found) == {(found[0][0], found[0][0], 4)}
+
+
+def exported(folder):
+    """The anchor, the parameters of the replica, and the export, between two averages."""
+    train_step = made("diloco(2, every=3)")
+    state = stepped(train_step, train_step.init(seed=0), 4)
+    before = whole_params(state)
+    path = fa.interchange.export_hf(folder, state)
+    assert equal(whole_params(state), before)
+    anchor = fa.tree.map_tensors(whole, dict(state.transforms["diloco"]["anchor"]))
+    with pytest.raises(fa.errors.CheckpointError, match="after step 4 each rank holds values of its own"):
+        fa.interchange.gather_state_dict(state)
+    return anchor, before, load_file(path / "model.safetensors")
+
+
+def test_exports_hold_the_anchor(pools, tmp_path):
+    for anchor, before, file in pools.run(2, exported, tmp_path / "model"):
+        assert equal(file, anchor)
+        assert not equal(file, before)
+
+
+def not_exported(folder, strategy, model):
+    train_step = made(strategy, model=model)
+    state = stepped(train_step, train_step.init(seed=0), 4)
+    with pytest.raises(fa.errors.CheckpointError) as error:
+        fa.interchange.export_hf(folder, state)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "text"),
+    [
+        ("local_sgd(2, every=3)", Net, "after step 4 each rank holds values of its own"),
+        ("diloco(2, every=3)", Normed, "state.buffers differs between ranks"),
+    ],
+)
+def test_an_export_that_would_mix_replicas_names_the_next_average(pools, tmp_path, strategy, model, text):
+    for found in pools.run(2, not_exported, tmp_path / "model", strategy, model):
+        assert text in found
+        assert "train on to step 6" in found
 
 
 def failing(strategy):
