@@ -24,7 +24,7 @@ GROUPS = {
     "Losses": ["Mean", "Sum", "Max", "Min", "Concat", "LossInfo"],
     "Random numbers by key": ["random", "random.Key", "random.key", "random.uniform", "random.normal", "random.bernoulli", "random.dropout"],
     "Transforms": [
-        "chain", "with_precision", "transforms.Precision", "transforms.Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite", "transforms.on_spike", "transforms.sync_batch_norm",
+        "chain", "with_precision", "transforms.Precision", "transforms.Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite", "transforms.on_spike", "transforms.momentum_teacher", "transforms.sync_batch_norm",
         "with_ema", "remat", "transforms.attention", "compile",
     ],
     "Parameters and gradients as values": ["params", "call", "value_and_grad", "perturb", "with_gradient", "per_example", "row_norms", "epsilon", "pure", "program.pure.PureUpdate", "recomputed"],
@@ -68,7 +68,7 @@ GROUPS = {
     ],
     "Time, memory, reports": ["seeing.write_report", "seeing.ReportTracker", "profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],
     "Extending": [
-        "extend", "extend.Bound", "extend.Build", "extend.Built", "extend.Capture", "extend.Cut", "extend.Delegation", "extend.EVERYTHING", "extend.Engine", "extend.Forward", "extend.GradientHook", "extend.Gradients", "extend.Group", "extend.Grouped", "extend.Hooks", "extend.Indexed", "extend.Kernel", "extend.Layout", "extend.Leaf", "extend.LossPart", "extend.Member", "extend.Mesh", "extend.MeshAxis", "extend.MicroBatch", "extend.MicroBatches", "extend.Operations", "extend.Part", "extend.Question", "extend.Runtime", "extend.Settings", "extend.Spec", "extend.Stream", "extend.Traffic", "extend.UpdateHook", "extend.UpdateInfo", "extend.Updated", "extend.classify", "extend.construct", "extend.delegator", "extend.finisher", "extend.group_leaves", "extend.in_turn", "extend.maker", "extend.nearest", "extend.place", "extend.reader", "extend.require", "extend.whole_engine",
+        "extend", "extend.Bound", "extend.Build", "extend.Built", "extend.Capture", "extend.Cut", "extend.Delegation", "extend.EVERYTHING", "extend.Engine", "extend.Forward", "extend.GradientHook", "extend.Gradients", "extend.Group", "extend.Grouped", "extend.Hooks", "extend.Indexed", "extend.Kernel", "extend.Layout", "extend.Leaf", "extend.LossPart", "extend.Member", "extend.Mesh", "extend.MeshAxis", "extend.MicroBatch", "extend.MicroBatches", "extend.Operations", "extend.Part", "extend.Question", "extend.Runtime", "extend.Settings", "extend.Spec", "extend.Stream", "extend.Traffic", "extend.UpdateHook", "extend.UpdateInfo", "extend.Updated", "extend.classify", "extend.construct", "extend.delegator", "extend.finisher", "extend.group_leaves", "extend.in_turn", "extend.maker", "extend.nearest", "extend.place", "extend.reader", "extend.require", "extend.takes_step", "extend.whole_engine",
     ],
     "Tests of training code": [
         "testing.RankPool", "testing.RankPools", "testing.oracle_run", "testing.assert_close", "testing.differences", "testing.tolerance", "testing.count_collectives",

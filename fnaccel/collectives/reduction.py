@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from fnaccel import tree
 from fnaccel.collectives.exchange import exchange
@@ -37,6 +38,7 @@ def reduce(
     op: Literal["sum", "mean", "max", "min"] = "sum",
     *,
     scale: float = 1.0,
+    gradient: bool = False,
     over: Over = None,
     world: World | None = None,
 ) -> T:
@@ -50,31 +52,35 @@ def reduce(
         value: a tree of tensors, of the same shapes on every rank.
         op: `"sum"`, `"mean"`, `"max"` or `"min"`.
         scale: the result is multiplied by this.
+        gradient: in a loss, for `"sum"` and `"mean"`: results carry a gradient, that of the sum of the
+            losses of all ranks, as `gather(gradient=True)` says.
         over: the ranks that take part. By default all.
         world: the world, if none was started in this context.
 
     Returns:
-        A new tree of the same shapes and dtypes, without gradients. But the sum of bools is their
+        A new tree of the same shapes and dtypes, without gradients by default. But the sum of bools is their
         count (int64), and integers or bools become float32 under `"mean"` or a `scale`.
 
     Raises:
         UnknownNameError: there is no such `op`.
         PeerLostError: a rank left, exited or made another call.
         RankMismatchError: on every rank, if ranks pass different structures, shapes or dtypes.
-        ArgumentError: a leaf is no plain tensor, or is complex under `"max"` or `"min"`.
+        ArgumentError: a leaf is no plain tensor, or is complex under `"max"` or `"min"`, which have no
+            `gradient` either.
 
     Example, on 2 ranks:
         >>> fa.reduce({"loss": torch.tensor(1.0 + world.rank), "count": torch.tensor(8.0)}, "mean")
         {'loss': tensor(1.5000), 'count': tensor(8.)}
     """
     where = scope(over, world, "reduce")
-    leaves, structure, problem = tensor_leaves(value, "reduce")
+    leaves, structure, problem = tensor_leaves(value, "reduce", gradient=gradient)
     shapes = tuple(leaf.shape for leaf in leaves)
     dtypes = tuple(leaf.dtype for leaf in leaves)
-    trouble = problem or _bad_op(op, dtypes)
+    trouble = problem or _bad_op(op, dtypes, gradient=gradient)
     carrier = carrier_of(where, leaves)
     plan = layout(shapes, dtypes)
-    call = Call("reduce", f"{carrier.type}, op={op}, scale={float(scale)}", value, structure, shapes, dtypes)
+    options = f"{carrier.type}, op={op}, scale={float(scale)}{moves(leaves) if gradient else ''}"
+    call = Call("reduce", options, value, structure, shapes, dtypes)
     results = list(leaves)
     with torch.no_grad():
         payload = pack(leaves, plan) if fits(where, carrier, plan) and trouble is None else None
@@ -94,7 +100,55 @@ def reduce(
                 dtype = _result(dtypes[at], op, scale)
                 # a copy: a view would keep the whole bucket alive, and be saved as shared memory
                 results[at] = part.to(leaves[at].device, dtype, copy=len(members) > 1).view(shapes[at])
+    if gradient:
+        factor = scale / where.size if op == "mean" else scale
+        results = with_gradient(where, leaves, results, lambda total, _: total * factor)
     return tree.unflatten(structure, results)
+
+
+def with_gradient(
+    where: Scope,
+    leaves: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    adjoint: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Results of a collective as functions of this rank's leaves, for a backward that all ranks run.
+
+    Args:
+        where: the ranks.
+        leaves: the tensors that this rank passed.
+        results: what came of them.
+        adjoint: the gradient of a leaf, of the sum over ranks of the gradient of its result, and the leaf.
+    """
+    function: Any = _WithGradient.apply
+    return [
+        function(leaf, result, where, adjoint) if leaf.requires_grad else result
+        for leaf, result in zip(leaves, results, strict=True)
+    ]
+
+
+def moves(leaves: Sequence[torch.Tensor]) -> str:
+    """Which leaves take a gradient, as part of a signature: a rank without would not come to backward."""
+    return f", gradient of {[at for at, leaf in enumerate(leaves) if leaf.requires_grad]}"
+
+
+class _WithGradient(torch.autograd.Function):
+    """A result of a collective. Its backward adds up its gradients over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, leaf: torch.Tensor, result: torch.Tensor, where: Scope, adjoint: Any
+    ) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.leaf, ctx.where, ctx.adjoint = leaf.detach(), where, adjoint
+        return result.view_as(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        carrier = carrier_of(ctx.where, [grad])
+        ((_, total),) = _communicated(ctx.where, [grad], "sum", carrier)
+        own = ctx.adjoint(total.view(grad.shape), ctx.leaf)
+        return own.to(grad.device, ctx.leaf.dtype), None, None, None
 
 
 def _communicated(
@@ -166,9 +220,15 @@ def _result(dtype: torch.dtype, op: str, scale: float) -> torch.dtype:
     return torch.int64 if dtype == torch.bool and op == "sum" else dtype
 
 
-def _bad_op(op: str, dtypes: Sequence[torch.dtype]) -> FnaccelError | None:
+def _bad_op(op: str, dtypes: Sequence[torch.dtype], *, gradient: bool) -> FnaccelError | None:
     if op not in _OPS:
         return UnknownNameError(f"can't reduce by {op!r}", where="fa.reduce", fix=nearest(op, _OPS))
+    if gradient and op in ("max", "min"):
+        return ArgumentError(
+            f"the {op} over ranks has no gradient here",
+            where=f"fa.reduce(op={op!r}, gradient=True)",
+            fix="gather the rows, fa.gather(x, gradient=True), and take it of them",
+        )
     if op in ("max", "min") and any(dtype.is_complex for dtype in dtypes):
         return ArgumentError(
             f"complex numbers have no {op}",

@@ -142,17 +142,22 @@ def meet(name: str, world: World) -> None:
     agree(scope(None, world, name), Call(name))
 
 
-def tensor_leaves(value: tree.Tree, name: str) -> tuple[list[torch.Tensor], Any, ArgumentError | None]:
-    """The leaves of a tree of plain tensors, its structure, and the error to raise (or None)."""
+def tensor_leaves(
+    value: tree.Tree, name: str, *, gradient: bool = False
+) -> tuple[list[torch.Tensor], Any, ArgumentError | None]:
+    """The leaves of a tree of plain tensors, its structure, and the error to raise (or None).
+
+    With `gradient` they may be part of a graph.
+    """
     leaves, structure = tree.flatten(value)
     for at, leaf in enumerate(leaves):
         plain = (
             type(leaf) is torch.Tensor
             and leaf.layout is torch.strided
-            and not (leaf.is_nested or leaf.is_meta or _in_graph(leaf))
+            and not (leaf.is_nested or leaf.is_meta or (not gradient and _in_graph(leaf)))
         )
         if not plain and tree.learn(value):
-            return tensor_leaves(value, name)
+            return tensor_leaves(value, name, gradient=gradient)
         if not plain and (problem := _not_plain(value, at, leaf, name)):
             return [], structure, problem
     return leaves, structure, None
@@ -190,7 +195,8 @@ def _not_plain(value: tree.Tree, at: int, leaf: Tree, name: str) -> ArgumentErro
         what, fix = f"a {leaf.layout} tensor", "pass leaf.to_dense(), or leaf.dequantize()"
     elif _in_graph(leaf):
         what = "part of a graph, and its gradient would end here"
-        fix = "pass leaf.detach() for a metric. The functions of torch.distributed.nn have a gradient"
+        other = f"In a loss: fa.{name}(..., gradient=True)" if name in ("gather", "reduce") else ""
+        fix = f"pass leaf.detach() for a metric. {other}".rstrip()
     else:
         return None
     path = tree.paths(value)[at] or "(root)"

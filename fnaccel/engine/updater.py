@@ -27,15 +27,15 @@ Optimizers = dict[str | None, Optimizer | OptimizerGroups]
 
 
 def by_model(optimizer: object, keys: Sequence[str | None]) -> Optimizers:
-    """One optimizer per model: a dict with the models' keys, or one for all.
+    """The optimizers of the models that are trained: from a dict with keys of models, or one for all.
 
     Raises:
-        ArgumentError: not an optimizer, or keys that differ from the models'.
+        ArgumentError: not an optimizer, the key of no model, or no optimizer at all.
     """
     named: dict[str | None, Any] = (
         dict(optimizer) if isinstance(optimizer, dict) else dict.fromkeys(keys, optimizer)
     )
-    if set(named) != set(keys):
+    if not set(named) <= set(keys) or not any(named.values()):
         alone = list(keys) == [None]
         models = "there is one model, without a key" if alone else f"the models {sorted(map(str, keys))}"
         raise ArgumentError(
@@ -43,8 +43,10 @@ def by_model(optimizer: object, keys: Sequence[str | None]) -> Optimizers:
             where="fa.train_step(optimizer=...)",
             fix="give one optimizer, not a dict; groups= sets options by parameter name"
             if alone
-            else "give one optimizer for each model, under the same key",
+            else "give one optimizer for each model that is trained, under the same key; or optimizer=None, "
+            "if all are only looked at or lent",
         )
+    named = {key: described for key, described in named.items() if described is not None}
     for key, description in named.items():
         if not isinstance(description, Optimizer | OptimizerGroups):
             kind = (

@@ -87,7 +87,8 @@ def trace(plan: TracePlan, account: Account) -> int:
         stack.enter_context(fake)
         stack.enter_context(ordinary_batch())
         pass_ = _Pass(plan, account, forward)
-        ModuleModes(list(plan.built.modules.values()), trains=True)
+        trained = plan.spec.optimizers or {}
+        ModuleModes([(module, key in trained) for key, module in plan.built.modules.items()])
         stack.enter_context(account)
         pass_.step(batch)
     return sum(run.left_out for run in runs)

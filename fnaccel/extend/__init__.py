@@ -3,7 +3,7 @@
 docs/extending.md shows each at work. Everything else in fnaccel's folders may change without notice.
 
 A transform
-    Transform Phase Info Capability EVERYTHING GradientHook UpdateHook Gradients
+    Transform takes_step Phase Info Capability EVERYTHING GradientHook UpdateHook Gradients
 
 An axis
     Axis Strategy maker check_degree runtime_in Spec Settings Mesh MeshAxis LossPart Cut Leaf Traffic
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from fnaccel.optim.operations import Operations as Operations
     from fnaccel.optim.rules import Part as Part
     from fnaccel.optim.rules import UpdateInfo as UpdateInfo
+    from fnaccel.step.chain import takes_step as takes_step
     from fnaccel.step.settings import Settings as Settings
     from fnaccel.step.spec import LossPart as LossPart
     from fnaccel.step.spec import Spec as Spec
@@ -107,6 +108,7 @@ else:
             "fnaccel.optim.description": "Bound Group Kernel Member Optimizer group_leaves",
             "fnaccel.optim.operations": "Operations",
             "fnaccel.optim.rules": "Part UpdateInfo",
+            "fnaccel.step.chain": "takes_step",
             "fnaccel.step.settings": "Settings",
             "fnaccel.step.spec": "LossPart Spec",
             "fnaccel.step.step": "EVERYTHING Capability GradientHook Info Phase Transform UpdateHook",

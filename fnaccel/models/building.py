@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fnmatch
 import gc
 import itertools
@@ -144,7 +145,7 @@ def construct(model: object, seed: int, *, empty: bool = False) -> Built:
     """Build the modules on the CPU, as `torch.manual_seed(seed)` and the factory would.
 
     Args:
-        model: a factory, a module, or a dict of them.
+        model: a factory, a module, or a dict of them. In a dict the key of another model stands for a copy.
         seed: the seed of torch's generator while factories run.
         empty: make parameters on the meta device (buffers keep their values).
 
@@ -159,7 +160,12 @@ def construct(model: object, seed: int, *, empty: bool = False) -> Built:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for key, source in parts.items():
-            modules[key] = _one(source, key, empty=empty)
+            if not isinstance(source, str):
+                modules[key] = _one(source, key, empty=empty)
+    modules = {
+        key: copy.deepcopy(modules[source]) if isinstance(source, str) else modules[key]
+        for key, source in parts.items()
+    }
     seen: set[int] = set()
     for module in modules.values():
         _check_sizes(module)

@@ -109,10 +109,10 @@ def modules_without_values(model: object) -> dict[str | None, nn.Module | str]:
     as it was. A built module is returned itself.
 
     Args:
-        model: a factory, a module, or a dict of them.
+        model: a factory, a module, or a dict of them, in which the key of another model stands for a copy.
     """
-    parts = model if isinstance(model, dict) else {None: model}
-    return {key: _one(source) for key, source in parts.items()}
+    parts: dict[Any, Any] = model if isinstance(model, dict) else {None: model}
+    return {key: _one(parts[source] if isinstance(source, str) else source) for key, source in parts.items()}
 
 
 def _one(source: Any) -> nn.Module | str:

@@ -23,17 +23,15 @@ class ModuleModes:
     A model whose root arrives in evaluation mode is trained in training mode as a whole.
 
     Args:
-        roots: the modules of a model.
-        trains: whether they are trained. If not, they are always in evaluation mode.
+        roots: modules, each with whether it is trained. If not, it is always in evaluation mode.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], *, trains: bool) -> None:
+    def __init__(self, roots: Sequence[tuple[nn.Module, bool]]) -> None:
         self._roots = roots
-        self._trains = trains
-        for root in roots:
+        for root, trains in roots:
             if root.training is not trains:
                 root.train(trains)
-        members = [module for root in roots for module in root.modules()]
+        members = [module for root, _ in roots for module in root.modules()]
         # roots come last: `train` looks at them alone
         self._own = [(module, module.training) for module in reversed(members)]
         # a module's own `train` may do more than switch, such as merge an adapter into its weights
@@ -43,8 +41,8 @@ class ModuleModes:
     def train(self) -> None:
         """Put each module in its own mode. Only the roots are looked at if nothing changed."""
         changed = self._evaluating is not False
-        for root in self._roots:
-            changed = changed or root.training is not self._trains
+        for root, trains in self._roots:
+            changed = changed or root.training is not trains
         if changed:
             self._set(evaluating=False)
 
@@ -74,14 +72,14 @@ class ModuleModes:
     def _set(self, *, evaluating: bool) -> None:
         before, self._evaluating = self._evaluating, None
         if evaluating:
-            for root in self._roots:
+            for root, _ in self._roots:
                 if root.training or before is None:
                     root.eval()
             self._evaluating = True
             return
         if before is not False and not self._plain:
-            for root in self._roots:
-                root.train(self._trains)
+            for root, trains in self._roots:
+                root.train(trains)
         for module, training in self._own:
             # past `Module.__setattr__`, which looks for parameters: 0.05 us in the place of 1 us
             vars(module)["training"] = training

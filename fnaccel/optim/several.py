@@ -69,7 +69,7 @@ class OptimizerGroups:
         return "; ".join(f"{plan_text(select)}: {one.describe()}" for select, one in self.members)
 
 
-OptimizerLike = Optimizer | OptimizerGroups | Mapping[str, Optimizer | OptimizerGroups]
+OptimizerLike = Optimizer | OptimizerGroups | Mapping[str, Optimizer | OptimizerGroups | None]
 """What users give: one description, or one for each model of a dict of models."""
 
 

@@ -167,7 +167,8 @@ class Instance:
             if lowered.settings.ema_decay is None
             else self._show({leaf.name: leaf.like(x) for leaf, x in averaged} | self._buffer_averages),
         )
-        self.module_modes = ModuleModes(engine.layout.modules, trains=self._trains)
+        trained = [key in optimizers for key in built.modules]
+        self.module_modes = ModuleModes([*zip(engine.layout.modules, trained, strict=True)])
         self.gradient_hooks = GradientHooks(
             built.modules, captured=self.captured, arrived=arrived, speaks=world.is_main
         )

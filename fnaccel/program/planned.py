@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable
 
 import attrs
@@ -77,13 +78,14 @@ def planned(
     model = chosen.model
     keys: list[str | None] = list(model) if isinstance(model, dict) else [None]
     optimizers = None if optimizer is None else by_model(optimizer, keys)
+    without = [] if optimizers is None else [key for key in keys if key not in optimizers]
     spec = resolve(
         Spec(
             step=chosen.step,
             model=model,
             strategy=chosen.strategy,
             optimizers=optimizers,
-            frozen=as_names(frozen),
+            frozen=(*as_names(frozen), *(f"{glob.escape(str(key))}/*" for key in without)),
             rng=rng,
             mesh=mesh,
         )

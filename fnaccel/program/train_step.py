@@ -282,8 +282,9 @@ def train_step(
     Args:
         step: a loss function `loss_fn(model, batch[, given])`, or a Step made of one by transforms.
         model: the result of `fa.distribute`. What it and `step` leave open, flags of the launcher fill in.
-        optimizer: a description such as `fa.adamw(3e-4)`, a dict of them for a dict of models, or
-            None for a model that is only looked at or lent.
+        optimizer: a description such as `fa.adamw(3e-4)`, or a dict of them for a dict of models. A model
+            with None there, or that is left out, is frozen, and runs in evaluation mode. None for a model
+            that is only looked at or lent.
         frozen: what is not trained: patterns of parameter names, or functions `(name, parameter) -> bool`.
         rng: `"fold"` seeds each micro-batch from (seed, step, micro-batch, rank). `"stream"` leaves
             PyTorch's generators alone.

@@ -117,6 +117,15 @@ def takes_step(make: Callable[P, Transform | Chain]) -> TakesStep[P]:
     """A transform whose first argument is a step, of a function that makes the record of its options.
 
     A function in the first place is the step, unless a required option is missing then.
+
+    Example:
+        >>> @fa.extend.takes_step
+        ... def halved(names="*"):
+        ...     def halve(grads, own, info):
+        ...         return {name: grad / 2 for name, grad in grads.items()}, own
+        ...     return fa.Transform("halved", fa.Phase.GRADS, apply=halve)
+        >>> step = halved(loss_fn)
+        >>> same = fa.chain(halved())(loss_fn)
     """
     options, where = inspect.signature(make), f"fa.{make.__name__}"
 

@@ -95,7 +95,7 @@ class LossInfo:
         Example:
             >>> def loss_fn(model, batch, *, info):  # in-batch negatives of all ranks, those that count
             ...     z = model.embed(batch["tokens"]).mean(1)
-            ...     others = fa.gather(z.detach(), valid=int(info.valid.sum()))
+            ...     others = fa.gather(z, valid=info.valid.sum(), gradient=True)
             ...     return fa.Mean((z @ others.T).logsumexp(-1).sum(), weight=len(z))
         """
         return torch.ones_like(self.rows, dtype=torch.bool) & self._valid

@@ -27,12 +27,15 @@ class Distributed:
     strategy: Strategy | None
 
 
-def distribute(model: Model | Mapping[str, Model], strategy_: Strategy | str | None = None, /) -> Distributed:
+def distribute(
+    model: Model | Mapping[str, Model | str], strategy_: Strategy | str | None = None, /
+) -> Distributed:
     """Describe how a model is laid out over the ranks. Nothing is built or moved.
 
     Args:
         model: a factory (a class or a function without arguments, preferred), a module, or a dict
-            of either, which gives `model["name"]` in the loss.
+            of either, which gives `model["name"]` in the loss. There the name of another model makes a copy
+            of it: `{"student": GPT, "teacher": "student"}`.
         strategy_: a strategy such as `fa.fsdp()`, or its name or text. None leaves it open:
             `fa.train_step` takes what the launcher says (`--strategy fsdp`), or else `local` on one rank and
             `ddp` on several.
@@ -48,6 +51,14 @@ def distribute(model: Model | Mapping[str, Model], strategy_: Strategy | str | N
     """
     chosen = None if strategy_ is None else strategy(strategy_)
     for value in model.values() if isinstance(model, Mapping) else (model,):
+        if isinstance(value, str) and isinstance(model, Mapping):
+            require(
+                not isinstance(model.get(value, value), str),
+                f"a model is to be a copy of {value!r}, which is not built here",
+                "fa.distribute",
+                'name a model of the dict that is no copy: {"student": GPT, "teacher": "student"}',
+            )
+            continue
         if isinstance(value, Distributed):
             raise OwnershipError(
                 "this model is distributed already",

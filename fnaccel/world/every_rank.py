@@ -37,6 +37,9 @@ def every_rank_of(namespace: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(fn)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_compiling():  # a compiled loss calls it between two graphs
+                uncompiled: Any = torch.compiler.disable(run)
+                return uncompiled(*args, **kwargs)
             calls = _log_of(args, kwargs)
             if calls is None:
                 return fn(*args, **kwargs)

@@ -504,4 +504,17 @@ MUTANTS = [
         "a maximum over micro-batches is the last one's", "engine/aux_values.py", "[leaf.fold(seen)[None] if len(seen) else seen]", "[seen[-1:]]",
         ("tests/step/test_extremes.py", "-k", "in_aux_of_a_step"),
     ),
+    Mutant(
+        "the gradient of gathered rows is this rank's alone", "collectives/reduction.py",
+        '((_, total),) = _communicated(ctx.where, [grad], "sum", carrier)', "total = grad.reshape(-1)",
+        ("tests/collectives/test_gradient.py", "-k", "those_of_one_process and 2-of_own and ddp"),
+    ),
+    Mutant(
+        "a model without an optimizer is in training mode", "program/instance.py", "trained = [key in optimizers for", "trained = [True for",
+        ("tests/program/test_frozen_models.py", "-k", "evaluation_mode and local"),
+    ),
+    Mutant(
+        "a copy of a model has other values", "models/building.py", "copy.deepcopy(modules[source]) if", "_one(parts[source], key, empty=empty) if",
+        ("tests/program/test_frozen_models.py", "-k", "evaluation_mode and local"),
+    ),
 ]  # fmt: skip

@@ -214,6 +214,8 @@ def _hidden(model: object, record: Deepspeed, draft: Draft) -> None:
 def hidden_size(model: Any) -> int | None:
     """`config.hidden_size` of a model, the largest of `hidden_sizes`, or that of `text_config`."""
     for source in model.values() if isinstance(model, dict) else (model,):
+        if isinstance(source, str):  # a copy of another
+            continue
         if isinstance(source, nn.Module):
             module: Any = source
         else:
