@@ -1,4 +1,4 @@
-"""`fa.layout`: how parameters lie over ranks, as a table, and the blocks of one of them.
+"""`fa.layout`: how parameters lie over ranks, as a table, and the blocks of one of them. `summary`: by layer.
 
 It reads the DTensors that states show. No value is read, and no rank is asked.
 """
@@ -120,6 +120,104 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+
+
+@attrs.frozen(kw_only=True)
+class LayerRow:
+    """A line of a summary: one layer, with the layers in it.
+
+    Attributes:
+        path: its path in the model.
+        kind: its class.
+        shapes: of its own parameters, by name.
+        parameters: how many it has.
+        trained: how many of them are trained.
+        held: how many of them this rank holds.
+    """
+
+    path: str
+    kind: str
+    shapes: dict[str, tuple[int, ...]]
+    parameters: int
+    trained: int
+    held: int
+
+    def cells(self) -> tuple[str, ...]:
+        """Its texts, as the table shows them."""
+        depth, _, own = self.path.rpartition(".")
+        name = "  " * (depth.count(".") + bool(depth)) + own
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())
+        return (name, self.kind, shapes, *(f"{n:,}" for n in (self.parameters, self.trained, self.held)))
+
+
+_LAYERS = ("layer", "class", "shapes", "parameters", "trained", "this rank")
+
+
+@attrs.frozen
+class Summary:
+    """The layers of a train step's models on this rank. Print it. A notebook shows it as a table.
+
+    Attributes:
+        rows: a line for each layer.
+        memory: the bytes of this rank, by what they hold. Activations are not counted.
+        title: the strategy, and the number of parameters.
+
+    Example:
+        >>> train_step.summary().memory["gradients"]
+        37952
+    """
+
+    rows: tuple[LayerRow, ...]
+    memory: dict[str, int]
+    title: str
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *_aligned(self._table()), self._held()])
+
+    def _repr_html_(self) -> str:
+        return table(self.title, self._table(), [self._held()])
+
+    def _table(self) -> list[tuple[str, ...]]:
+        return [_LAYERS, *(row.cells() for row in self.rows)]
+
+    def _held(self) -> str:
+        parts = ", ".join(f"{size_of(size)} {name}" for name, size in self.memory.items() if size)
+        return f"this rank holds {size_of(sum(self.memory.values()))} without activations: {parts}"
+
+
+def summary(train_step: TrainStep, depth: int) -> Summary:
+    """See `TrainStep.summary`."""
+    state, layout = train_step.live_state, train_step.engine.layout
+    trained = {leaf.name for leaf in layout.leaves}
+    found = {name: _row(name, value) for name, value in layout.parameters.items()}
+    rows: list[LayerRow] = []
+    models = layout.model if isinstance(layout.model, dict) else {"": layout.model}
+    for key, root in models.items():
+        for name, module in root.named_modules():
+            inside = f"{name}." if name else ""
+            path = f"{key}/{inside}" if key else inside
+            within = {each.removeprefix(path): row for each, row in found.items() if each.startswith(path)}
+            if within and (name.count(".") + bool(name)) <= depth:
+                row = LayerRow(
+                    path=path.rstrip("./") or "model",
+                    kind=type(module).__name__.removeprefix("FSDP"),
+                    shapes={each: row.shape for each, row in within.items() if "." not in each},
+                    parameters=sum(math.prod(row.shape) for row in within.values()),
+                    trained=sum(math.prod(row.shape) for row in within.values() if row.name in trained),
+                    held=sum(math.prod(row.part) for row in within.values()),
+                )
+                rows.append(row)
+    trees = {"slots of the optimizer": state and state.opt, "averages": state and state.ema}
+    held = {name: _held_by(values) for name, values in {**trees, "buffers": layout.buffers}.items()}
+    gradients = sum(row.size for row in found.values() if row.name in trained)
+    memory = {"parameters": sum(row.size for row in found.values()), "gradients": gradients, **held}
+    count = counted(sum(math.prod(row.shape) for row in found.values()), "parameter")
+    return Summary(tuple(rows), memory, f"{train_step.spec.strategy}: {count}")
+
+
+def _held_by(values: Tree) -> int:
+    tensors = [value for value in tree.leaves(values) if isinstance(value, torch.Tensor)]
+    return sum(_row("", value).size for value in tensors)
 
 
 @overload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import attrs
 
@@ -42,6 +42,9 @@ from fnaccel.world.mesh import resolve
 from fnaccel.world.progress_marks import within
 from fnaccel.world.undo import SigintHeld
 from fnaccel.world.world import World, current
+
+if TYPE_CHECKING:
+    from fnaccel.program.parameter_layout import Summary
 
 
 class TrainStep(ModelAccess):
@@ -91,6 +94,26 @@ class TrainStep(ModelAccess):
             plan = with_notes(plan, [parameter_count(self._owner.built.engine.layout)])
         notes = filter(None, (check.note, check.uneven))
         return attrs.evolve(plan, notes=(*plan.notes, *notes))
+
+    def summary(self, depth: int = 2) -> Summary:
+        """The layers with their shapes and parameters: all, trained, on this rank. And its memory.
+
+        No value is read, and other ranks need not call it. `fa.simulate` shows it on any number of ranks, and
+        `fa.estimate.training` counts activations.
+
+        Args:
+            depth: how many levels of layers are shown. A layer counts those in it.
+
+        Raises:
+            OwnershipError: before `init`, or after `close`.
+
+        Example:
+            >>> state = train_step.init()
+            >>> print(train_step.summary(depth=1))
+            local(): 9,488 parameters
+            ...
+        """
+        return _lazy.load("fnaccel.program.parameter_layout").summary(self, depth)
 
     @property
     def spec(self) -> Spec:

@@ -12,7 +12,6 @@ from fnaccel import _torch
 from fnaccel.extend import (
     Capability,
     CapabilityError,
-    Engine,
     Info,
     Phase,
     Spec,
@@ -58,7 +57,7 @@ class MomentumTeacher:
                 f'fa.train_step(..., optimizer={{"{self.student}": fa.adamw(3e-4)}})',
             )
 
-    def on_update(self, engine: Engine, state: Tree, info: Info) -> Any:
+    def on_update(self, engine: Any, state: Tree, info: Info) -> Any:
         """Move the parameters, sharded as they are, unless the update was skipped. Buffers are copied."""
         decay = self.decay(info.updates) if callable(self.decay) else self.decay
         weight = 1.0 - decay if info.skip is None else (1.0 - decay) * (1.0 - info.skip)

@@ -137,3 +137,62 @@ def test_mistakes_name_the_way():
         train_step(state, batch_of(4))
         with pytest.raises(StaleStateError):
             fa.layout(state)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        return self.head(self.blocks[1](self.blocks[0](self.embed(x))))
+
+
+def summarised(strategy, trains):
+    model = fa.distribute(Tied, strategy)
+    step = fa.with_ema(fa.compile(lambda m, b: m(b).mean(), scope="block", backend="eager"), 0.9)
+    optimizer = fa.adamw(0.1) if trains else None
+    train_step = fa.train_step(
+        step if trains else step.loss_fn, model=model, optimizer=optimizer, frozen=["blocks.0.*"][:trains]
+    )
+    state = train_step.init()
+    found = train_step.summary()
+    sizes = [_torch.local_of(value).numel() for value in state.params.values()]
+    train_step.close()
+    return (
+        [(row.path, row.kind, row.parameters, row.trained) for row in found.rows],
+        found.rows[0].held,
+        sum(sizes),
+        found.memory,
+        str(found),
+    )
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("local", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_summary_counts_layers_and_the_memory_of_a_rank(pools, strategy, ranks):
+    for rows, held, own, memory, text in pools.run(ranks, summarised, strategy, True):
+        assert rows == [
+            ("model", "Tied", 132, 90),
+            ("embed", "Embedding", 48, 48),
+            ("blocks", "ModuleList", 84, 42),
+            ("blocks.0", "Linear", 42, 0),
+            ("blocks.1", "Linear", 42, 42),
+        ]  # a tied weight counts once
+        assert held == own
+        assert memory["parameters"] == 4 * own
+        assert memory["averages"] == memory["gradients"] == memory["slots of the optimizer"] // 2
+        assert memory["buffers"] == 12
+        assert "  1     Linear      weight [6, 6], bias [6]" in text
+
+
+def test_a_model_that_is_only_looked_at_has_a_summary():
+    with fa.start():
+        rows, *_, memory, _ = summarised("local", False)
+    assert rows[0] == ("model", "Tied", 132, 0)
+    assert memory["gradients"] == memory["slots of the optimizer"] == 0
+    with fa.start(), pytest.raises(fa.errors.OwnershipError):
+        program().summary()
