@@ -41,7 +41,7 @@ GROUPS = {
     "Optimizers from parts": [
         "optim.chain", "optim.add_decayed_weights", "optim.scale_by_adam", "optim.scale_by_rms", "optim.trace", "optim.scale_by_lion", "optim.trust_ratio", "optim.clip_norm", "optim.adaptive_clip", "optim.centralize", "optim.lookahead", "optim.masked",
     ],
-    "Data": ["shard", "set_seed", "data.Shards", "data.Batch", "data.Window", "data.Rows", "data.Shared", "data.register_batch", "data.rows_of", "data.cut"],
+    "Data": ["shard", "data.mix", "set_seed", "data.Shards", "data.Batch", "data.Window", "data.Rows", "data.Shared", "data.register_batch", "data.rows_of", "data.cut"],
     "State and checkpoints": [
         "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "checkpoint.latest", "checkpoint.best", "checkpoint.checkpoints", "checkpoint.hooks", "checkpoint.Hooks",
         "checkpoint.save_on_main", "interchange.adopt", "interchange.export_hf", "interchange.gather_state_dict", "interchange.export_adapter",
@@ -68,7 +68,7 @@ GROUPS = {
     ],
     "Time, memory, reports": ["seeing.write_report", "seeing.ReportTracker", "profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],
     "Extending": [
-        "extend", "extend.Bound", "extend.Build", "extend.Built", "extend.Capture", "extend.Cut", "extend.Delegation", "extend.EVERYTHING", "extend.Engine", "extend.Forward", "extend.GradientHook", "extend.Gradients", "extend.Group", "extend.Grouped", "extend.Hooks", "extend.Indexed", "extend.Kernel", "extend.Layout", "extend.Leaf", "extend.LossPart", "extend.Member", "extend.Mesh", "extend.MeshAxis", "extend.MicroBatch", "extend.MicroBatches", "extend.Operations", "extend.Part", "extend.Question", "extend.Runtime", "extend.Settings", "extend.Spec", "extend.Stream", "extend.Traffic", "extend.UpdateHook", "extend.UpdateInfo", "extend.Updated", "extend.classify", "extend.construct", "extend.delegator", "extend.finisher", "extend.group_leaves", "extend.in_turn", "extend.maker", "extend.nearest", "extend.place", "extend.reader", "extend.require", "extend.takes_step", "extend.whole_engine",
+        "extend", "extend.Bound", "extend.Build", "extend.Built", "extend.Capture", "extend.Cut", "extend.Delegation", "extend.EVERYTHING", "extend.Engine", "extend.Forward", "extend.GradientHook", "extend.Gradients", "extend.Group", "extend.Grouped", "extend.Hooks", "extend.Indexed", "extend.Kernel", "extend.Layout", "extend.Leaf", "extend.LossPart", "extend.Member", "extend.Mesh", "extend.MeshAxis", "extend.MicroBatch", "extend.MicroBatches", "extend.Operations", "extend.Part", "extend.Question", "extend.Runtime", "extend.Settings", "extend.Spec", "extend.Stream", "extend.Traffic", "extend.UpdateHook", "extend.UpdateInfo", "extend.Updated", "extend.classify", "extend.construct", "extend.delegator", "extend.finisher", "extend.group_leaves", "extend.in_turn", "extend.maker", "extend.nearest", "extend.place", "extend.reader", "extend.require", "extend.rows_of", "extend.takes_step", "extend.whole_engine",
     ],
     "Tests of training code": [
         "testing.RankPool", "testing.RankPools", "testing.oracle_run", "testing.assert_close", "testing.differences", "testing.tolerance", "testing.count_collectives",

@@ -3,6 +3,9 @@
 `shard` describes, `open_epoch` reads. Index arithmetic is in `fnaccel.data.order`.
 """
 
+from typing import TYPE_CHECKING
+
+from fnaccel import _lazy
 from fnaccel.data.batch import Batch as Batch
 from fnaccel.data.batch import Window as Window
 from fnaccel.data.cut import Rows as Rows
@@ -24,3 +27,8 @@ from fnaccel.data.shard import in_windows as in_windows
 from fnaccel.data.shard import open_epoch as open_epoch
 from fnaccel.data.shard import open_on as open_on
 from fnaccel.data.shard import shard as shard
+
+if TYPE_CHECKING:
+    from fnaccel.data.mixing import mix as mix
+else:  # a copy of fnaccel may lack it
+    __getattr__, __dir__, __all__ = _lazy.attach(__name__, {"fnaccel.data.mixing": "mix"})

@@ -16,7 +16,7 @@ An optimizer
     Optimizer Kernel Bound Group Member group_leaves Part Operations UpdateInfo
 
 A tracker, a reader of loaders
-    Tracker Media Artifacts PerRank register reader classify Stream Indexed Grouped
+    Tracker Media Artifacts PerRank register reader classify Stream Indexed Grouped rows_of
 
 Errors
     FnaccelError ArgumentError CapabilityError require nearest
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from fnaccel import _lazy
 
 if TYPE_CHECKING:
+    from fnaccel.data.cut import rows_of as rows_of
     from fnaccel.data.loaders import Grouped as Grouped
     from fnaccel.data.loaders import Indexed as Indexed
     from fnaccel.data.loaders import Stream as Stream
@@ -97,6 +98,7 @@ else:
     __getattr__, __dir__, __all__ = _lazy.attach(
         __name__,
         {
+            "fnaccel.data.cut": "rows_of",
             "fnaccel.data.loaders": "Grouped Indexed Stream classify reader",
             "fnaccel.data.micro_batches": "MicroBatch MicroBatches",
             "fnaccel.engine.engine": "Capture Engine Forward Hooks Layout Runtime Updated in_turn",

@@ -215,3 +215,10 @@ def test_quantize_lora_goes_on_where_it_stopped(tmp_path):
     second = output("quantize_lora", *flags, "--steps", "20", ranks=None)
     assert "begins at step 10" in second
     assert "adapter: ['adapter_config.json', 'adapter_model.safetensors']" in second
+
+
+def test_mixture_is_the_same_on_two_ranks():
+    alone, two = output("mixture", ranks=None), output("mixture", strategy="fsdp")
+    assert alone == two
+    assert "(32 rows), prose" in alone
+    assert number(r"code ([\d.]+) ", alone) < 2.8

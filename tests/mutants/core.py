@@ -517,4 +517,12 @@ MUTANTS = [
         "a copy of a model has other values", "models/building.py", "copy.deepcopy(modules[source]) if", "_one(parts[source], key, empty=empty) if",
         ("tests/program/test_frozen_models.py", "-k", "evaluation_mode and local"),
     ),
+    Mutant(
+        "a mixture has one order in all epochs", "data/mixing.py", "hash((self._seed, epoch, number, walk))", "hash((self._seed, number, walk))",
+        ("tests/data/test_mixing.py", "-k", "order_of_its_own"),
+    ),
+    Mutant(
+        "weights of a mixture begin anew in each epoch", "data/mixing.py", "self._starts.append(self._starts[-1] + count)", "self._starts.append(0)",
+        ("tests/data/test_mixing.py", "-k", "samples_of_the_run"),
+    ),
 ]  # fmt: skip
