@@ -28,7 +28,8 @@ from fnaccel.errors import (
     UnknownNameError,
     nearest,
 )
-from fnaccel.optim.pure_rules import PureOptimizers, with_number
+from fnaccel.optim.chain_kernel import with_number
+from fnaccel.optim.pure_rules import PureOptimizers
 from fnaccel.optim.rules import wide
 from fnaccel.program.assemble import assemble
 from fnaccel.program.instance import Instance

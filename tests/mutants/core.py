@@ -394,6 +394,22 @@ MUTANTS = [
         ("tests/engine/test_weights.py", "-k", "weight_of_zero"),
     ),
     Mutant(
+        "a captured step keeps the first value of a schedule", "optim/chain_kernel.py",
+        "        if isinstance(rate, dict):  # scheduled numbers", "        if False:  # scheduled numbers",
+        ("tests/optim/test_scheduled_options.py", "-k", "captured_without and adamw"),
+    ),
+    Mutant(
+        "the fused kernel keeps the first value of a schedule", "optim/fused.py",
+        "work.numbers_of({**work.group.options, **rate})", "work.numbers",
+        ("tests/optim/test_scheduled_options.py", "-k", "equals_torch and sgd-eager"),
+    ),
+    Mutant(
+        "a group takes the schedule of its optimizer", "optim/description.py",
+        "        numbers = (*_scheduled_in(optimizer, base), *_scheduled_in(optimizer, extra, name))\n",
+        "        numbers = (*_scheduled_in(optimizer, dict(optimizer.options)),)\n",
+        ("tests/optim/test_scheduled_options.py", "-k", "of_their_own and adamw"),
+    ),
+    Mutant(
         "losses of two kinds are added up", "engine/totals.py", "self.weighted is not parts.weighted", "False",
         ("tests/engine/test_weights.py", "-k", "micro_batches_raise"),
     ),
