@@ -109,8 +109,10 @@ class Updater:
         on_device: bool,
         bound: Bound | None = None,
         over: MeshAxis | None = None,
+        ema_decay: Any = None,
     ) -> None:
         self._over, self._leaves = over, leaves
+        self._ema_decay = ema_decay if callable(ema_decay) else None
         self.slots: dict[str, dict[str, Any]] = {}
         self._parts: list[_Part] = []
         self.switching: list[tuple[int, Any]] = []  # when they start, those with `train()` and `eval()`
@@ -189,7 +191,15 @@ class Updater:
                 numbers, shown = group.numbers(value_of, part.rate)
                 reported.update(shown)
                 rates[-1][place] = {"lr": rates[-1][place], **numbers} if numbers else rates[-1][place]
+        if self._ema_decay is not None:  # last, as the numbers of a part
+            decay = self.scheduled(self._ema_decay, updates)
+            rates.append([kernels.on_device(decay, self._count.device)])
+            reported.update(self.ema_decay(rates))
         return reported, rates
+
+    def ema_decay(self, rates: Any) -> dict[str, Any]:
+        """The decay of averages among the numbers of an update, as a metric, if a schedule gives it."""
+        return {} if self._ema_decay is None else {"ema_decay": rates[-1][0]}
 
     def as_tensors(self, rates: Any) -> Any:
         """Rates and other numbers that a compiled graph takes: a number would be compiled in."""
@@ -291,7 +301,7 @@ class Updater:
             rates: the rates of each optimizer's groups.
             number: of this update, as `number` makes it.
         """
-        for part, each in zip(self._parts, rates, strict=True):
+        for part, each in zip(self._parts, rates, strict=False):
             if part.not_started:
                 continue
             shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]

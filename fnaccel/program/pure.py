@@ -274,6 +274,10 @@ class PureUpdate:
             else:
                 now, averages = {**sums.buffers, **params}, list(ema.values())
                 taken = [now[key] for key in ema]
+                decay = self._settings.ema_decay
+                if callable(decay):
+                    metrics["ema_decay"] = options.get("ema_decay", decay(updates.to(self._optimizers.dtype)))
+                    hook = with_number(hook, "decay", metrics["ema_decay"])
                 averaged = self._with_options(name, hook, options).next_averages(averages, taken)
                 ema = dict(zip(ema, unless(skip, averages, averaged), strict=True))
         for name in self._tail.users:

@@ -228,7 +228,7 @@ MUTANTS = [
         "            if False:\n                _kill", ("tests/program/test_held_trees.py", "-k", "nested"),
     ),
     Mutant(
-        "ema forgets to move", "transforms/averaging.py", "shards, 1.0 - self.decay)", "shards, 0.0)",
+        "ema forgets to move", "transforms/averaging.py", "shards, weight)", "shards, 0.0)",
         ("tests/transforms", "-k", "ema_follows"),
     ),
     Mutant(
@@ -408,6 +408,16 @@ MUTANTS = [
         "        numbers = (*_scheduled_in(optimizer, base), *_scheduled_in(optimizer, extra, name))\n",
         "        numbers = (*_scheduled_in(optimizer, dict(optimizer.options)),)\n",
         ("tests/optim/test_scheduled_options.py", "-k", "of_their_own and adamw"),
+    ),
+    Mutant(
+        "an average forgets by the number of the next update", "engine/updater.py",
+        "self.scheduled(self._ema_decay, updates)", "self.scheduled(self._ema_decay, updates + 1)",
+        ("tests/transforms/test_scheduled_decay.py", "-k", "follow_the_schedule and warmup-eager"),
+    ),
+    Mutant(
+        "averages of buffers keep the first decay", "program/instance.py",
+        'decay = metrics["ema_decay"] if callable(decay) else decay', "decay = decay(0)",
+        ("tests/transforms/test_scheduled_decay.py", "-k", "buffers_too and eager"),
     ),
     Mutant(
         "losses of two kinds are added up", "engine/totals.py", "self.weighted is not parts.weighted", "False",
