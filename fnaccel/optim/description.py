@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -158,6 +159,7 @@ class Optimizer:
             can be updated by itself. False if the kernel asks other ranks for the rest of a parameter: then
             its slots may have shapes of their own, equal on all ranks.
         starts: updates before its first. Until then its parameters stay as they are.
+        layer_decay: the factor between the rates of neighbouring layers. None: they have one rate.
 
     Example:
         >>> optimizer = fa.adamw(3e-4)
@@ -172,6 +174,7 @@ class Optimizer:
     kernel: Any
     elementwise: bool = True
     starts: int = 0
+    layer_decay: float | None = None
     if not TYPE_CHECKING:
         __getattr__ = _lazy.absent
 
@@ -222,6 +225,7 @@ class Optimizer:
             parts += [f"{name}={plan_text(value)}" for name, value in self.options]
             parts += [f"{plan_text(select)}: {plan_text(dict(o))}" for select, o in self.groups]
         parts += [f"starts at update {self.starts}"] if self.starts else []
+        parts += [] if self.layer_decay is None else [f"layer_decay={self.layer_decay}"]
         return f"{self.name}({', '.join(parts)})"
 
 
@@ -321,12 +325,13 @@ def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf], over: MeshAxis | 
     optional = [select for select, options in optimizer.groups if dict(options).get("optional")]
     names = [leaf.name for leaf in everything]
     refuse_unmatched(selections, chosen, optional, names, f"groups of {optimizer.name}")
-    sorted_leaves: dict[tuple[int, torch.dtype, str, bool], list[Member]] = {}
-    for index, (which, leaf) in enumerate(zip(chosen, everything, strict=True)):
-        key = (which, leaf.shard.dtype, str(leaf.shard.device), memory_of(leaf.shard) == "dense")
+    layers = [0] * len(names) if optimizer.layer_decay is None else layers_of(names)
+    sorted_leaves: dict[tuple[int, int, torch.dtype, str, bool], list[Member]] = {}
+    for index, (which, layer, leaf) in enumerate(zip(chosen, layers, everything, strict=True)):
+        key = (which, layer, leaf.shard.dtype, str(leaf.shard.device), memory_of(leaf.shard) == "dense")
         sorted_leaves.setdefault(key, []).append(Member(index, leaf))
     groups: list[Group] = []
-    for (which, *_), members in sorted_leaves.items():
+    for (which, layer, *_), members in sorted_leaves.items():
         select, options = optimizer.groups[which] if which >= 0 else ("", ())
         extra = dict(options)
         extra.pop("optional", None)
@@ -335,12 +340,57 @@ def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf], over: MeshAxis | 
         rate = _first_value(lr or optimizer.lr, optimizer.name)
         base = {option: value for option, value in optimizer.options if option not in extra}
         numbers = (*_scheduled_in(optimizer, base), *_scheduled_in(optimizer, extra, name))
+        if optimizer.layer_decay is not None:
+            factor = optimizer.layer_decay ** (max(layers) - layer)
+            name = "/".join(filter(None, (f"layer{layer}", name if lr else "")))
+            lr, rate = ScaledSchedule(lr or optimizer.lr, factor), rate * factor
         group = Group(tuple(members), {**base, **extra}, lr, rate, over, name, numbers)
         for each in numbers:
             _first_value(each.schedule, optimizer.name, each.option)
         first, _ = group.numbers(lambda schedule: float(schedule(0)), "lr")
         groups.append(attrs.evolve(group, options={**group.options, **first}))
     return groups
+
+
+@attrs.frozen
+class ScaledSchedule:
+    """The values of another schedule times a factor."""
+
+    schedule: Schedule
+    factor: float
+
+    def __call__(self, updates: Any) -> Any:
+        """The value after `updates` updates."""
+        return self.factor * self.schedule(updates)
+
+
+def layers_of(names: Sequence[str]) -> list[int]:
+    """The layer of each parameter: 0 before the blocks, k + 1 in block k, and one more after the blocks.
+
+    Blocks are numbered in the names. Of several lists the one with the most numbers is taken.
+
+    Raises:
+        ArgumentError: no numbers, or two lists with as many.
+    """
+    matches = [re.search(r"(?:^|[./])(\d+)\.", name) for name in names]
+    blocks = [(m.string[: m.start()], int(m[1])) if m else ("", -1) for m in matches]
+    numbers: dict[str, set[int]] = {}
+    for prefix, number in (block for block in blocks if block[1] >= 0):
+        numbers.setdefault(prefix, set()).add(number)
+    most = max(map(len, numbers.values()), default=0)
+    lists = [prefix for prefix, own in numbers.items() if len(own) == most]
+    if len(lists) != 1:
+        several = f"the blocks may be those of {' or '.join(map(repr, lists))}"
+        raise ArgumentError(
+            several if lists else "no parameter is in a numbered block",
+            where="fa.optim.layer_decay",
+            fix='rates by hand: groups={"blocks.0.*": {"lr": 1e-4}, ...}',
+        )
+    layers: list[int] = []
+    for prefix, number in blocks:
+        outside = max(numbers[lists[0]]) + 2 if any(layers) else 0
+        layers.append(number + 1 if number >= 0 and prefix == lists[0] else outside)
+    return layers
 
 
 def _first_value(schedule: Callable[[Any], Any], name: str, option: str = "lr") -> float:

@@ -177,6 +177,8 @@ class PureOptimizers:
             problem = "".join(
                 f"no optimizer has the name {name!r}; " for name in lr if name not in self._rates
             )
+        elif lr is not None and not self._rates:
+            problem = "one rate, and each group has its own"
         elif lr is not None and self._apart:
             problem = "one rate, and the optimizers have several"
         if problem:

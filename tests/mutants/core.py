@@ -420,6 +420,16 @@ MUTANTS = [
         ("tests/transforms/test_scheduled_decay.py", "-k", "buffers_too and eager"),
     ),
     Mutant(
+        "the head falls as the last block does", "optim/description.py",
+        "max(numbers[lists[0]]) + 2 if", "max(numbers[lists[0]]) + 1 if",
+        ("tests/optim/test_layer_decay.py", "-k", "layers_by_name"),
+    ),
+    Mutant(
+        "rates of groups don't fall by layer", "optim/description.py",
+        "ScaledSchedule(lr or optimizer.lr, factor)", "lr or ScaledSchedule(optimizer.lr, factor)",
+        ("tests/optim/test_layer_decay.py", "-k", "of_their_own"),
+    ),
+    Mutant(
         "losses of two kinds are added up", "engine/totals.py", "self.weighted is not parts.weighted", "False",
         ("tests/engine/test_weights.py", "-k", "micro_batches_raise"),
     ),
