@@ -34,8 +34,8 @@ GROUPS = {
         "estimate.least_time", "estimate.Rates", "estimate.LeastTime", "estimate.find_model", "estimate.NamedModel", "estimate.Work", "estimate.LiveStorages",
     ],
     "Optimizers and schedules": [
-        "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "optim.from_torch", "optim.optimizer_groups", "optim.OptimizerGroups", "optim.starting_at", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
-        "schedules.warmup_constant", "schedules.warmup_linear", "schedules.warmup_stable_decay", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
+        "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "optim.from_torch", "optim.optimizer_groups", "optim.OptimizerGroups", "optim.starting_at", "optim.layer_decay", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
+        "schedules.warmup_constant", "schedules.warmup_linear", "schedules.warmup_stable_decay", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined", "schedules.ema_warmup",
         "schedules.from_torch_scheduler",
     ],
     "Optimizers from parts": [

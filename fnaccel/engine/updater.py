@@ -11,12 +11,12 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
 from fnaccel.engine.gradients import Gradients
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim import kernels
-from fnaccel.optim.description import Bound, Optimizer, group_leaves, takes_tensors
+from fnaccel.optim.description import Bound, Group, Optimizer, group_leaves, takes_tensors
 from fnaccel.optim.several import OptimizerGroups, assign, optimizers_of
 from fnaccel.step.loss import Scalar
 from fnaccel.texts import first_of
@@ -83,7 +83,10 @@ def traceable(optimizers: Optimizers) -> bool:
 
 @attrs.define
 class _Part:
-    """One optimizer, the name of its rate in the metrics, its leaves, name and schedule of each group."""
+    """One optimizer, the name of its rate in the metrics, its leaves, name and schedule of each group.
+
+    `groups` are empty if no number besides rates has a schedule.
+    """
 
     rate: str
     bound: Bound
@@ -92,6 +95,7 @@ class _Part:
     own: tuple[tuple[str, Callable[[Any], Any] | None], ...]
     whole: bool
     starts: int
+    groups: Sequence[Group]
     not_started: bool = False
 
 
@@ -107,8 +111,10 @@ class Updater:
         on_device: bool,
         bound: Bound | None = None,
         over: MeshAxis | None = None,
+        ema_decay: Any = None,
     ) -> None:
         self._over, self._leaves = over, leaves
+        self._ema_decay = ema_decay if callable(ema_decay) else None
         self.slots: dict[str, dict[str, Any]] = {}
         self._parts: list[_Part] = []
         self.switching: list[tuple[int, Any]] = []  # when they start, those with `train()` and `eval()`
@@ -145,7 +151,10 @@ class Updater:
             self.switching.append((optimizer.starts, switched))
         own = tuple((f"{rate}/{group.name}", group.lr) for group in groups)
         whole = len(indices) == len(leaves)
-        self._parts.append(_Part(rate, binding, tuple(indices), optimizer.lr, own, whole, optimizer.starts))
+        scheduled = groups if any(group.scheduled for group in groups) else ()
+        self._parts.append(
+            _Part(rate, binding, tuple(indices), optimizer.lr, own, whole, optimizer.starts, scheduled)
+        )
 
     def of_runtime(self, reported: dict[str, Any]) -> dict[str, Any]:
         """The rates as metrics, after an update by a runtime, which may have schedules of its own."""
@@ -179,13 +188,31 @@ class Updater:
             for (name, own), rate in zip(part.own, rates[-1], strict=True):
                 if own is not None:
                     reported[name] = rate
+            value_of = functools.partial(self.scheduled, updates=0 if waits else since)
+            for place, group in enumerate(part.groups):
+                numbers, shown = group.numbers(value_of, part.rate)
+                reported.update(shown)
+                rates[-1][place] = {"lr": rates[-1][place], **numbers} if numbers else rates[-1][place]
+        if self._ema_decay is not None:  # last, as the numbers of a part
+            decay = self.scheduled(self._ema_decay, updates)
+            rates.append([kernels.on_device(decay, self._count.device)])
+            reported.update(self.ema_decay(rates))
         return reported, rates
 
-    def as_tensors(self, rates: list[list[Any]]) -> list[list[torch.Tensor]]:
-        """Rates that a compiled graph takes: a number would be compiled in."""
+    def ema_decay(self, rates: Any) -> dict[str, Any]:
+        """The decay of averages among the numbers of an update, as a metric, if a schedule gives it."""
+        return {} if self._ema_decay is None else {"ema_decay": rates[-1][0]}
+
+    def as_tensors(self, rates: Any) -> Any:
+        """Rates and other numbers that a compiled graph takes: a number would be compiled in."""
+        make = functools.partial(torch.full, (), device=self._count.device)
         return [
             [
-                rate if isinstance(rate, torch.Tensor) else torch.full((), rate, device=self._count.device)
+                tree.map(
+                    lambda number: number if isinstance(number, torch.Tensor) else make(float(number)), rate
+                )
+                if isinstance(rate, dict)
+                else (rate if isinstance(rate, torch.Tensor) else make(float(rate)))
                 for rate in each
             ]
             for each in rates
@@ -276,7 +303,7 @@ class Updater:
             rates: the rates of each optimizer's groups.
             number: of this update, as `number` makes it.
         """
-        for part, each in zip(self._parts, rates, strict=True):
+        for part, each in zip(self._parts, rates, strict=False):
             if part.not_started:
                 continue
             shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]

@@ -13,6 +13,7 @@ from fnaccel.optim.fused import adamw as adamw
 from fnaccel.optim.fused import chain as chain
 from fnaccel.optim.fused import sgd as sgd
 from fnaccel.optim.several import OptimizerGroups as OptimizerGroups
+from fnaccel.optim.several import layer_decay as layer_decay
 from fnaccel.optim.several import optimizer_groups as optimizer_groups
 from fnaccel.optim.several import starting_at as starting_at
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
 from fnaccel.errors import CapabilityError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim import kernels
 from fnaccel.optim.description import Group
 from fnaccel.optim.operations import CutRows, Fast, Pure
 from fnaccel.optim.rules import (
+    AddDecayedWeights,
     Masked,
     Part,
+    PlacedPart,
     Slots,
+    Trace,
     UpdateInfo,
     first_slots,
     free_name,
@@ -28,6 +32,12 @@ from fnaccel.optim.rules import (
 from fnaccel.step.loss import Scalar
 
 _WHERE = "fa.optim.chain"
+
+_ALIASES: dict[tuple[type, str], str] = {
+    (AddDecayedWeights, "decay"): "weight_decay",
+    (Trace, "decay"): "momentum",
+}
+"""The options of `fa.sgd` and the like, by the part that carries them out."""
 
 
 class BoundChain:
@@ -48,6 +58,7 @@ class BoundChain:
         self._shards = [real_view(leaf.shard) for leaf in leaves]
         self._wide = any(shard.dtype is torch.float64 for shard in self._shards)
         self._parts = [placed(part, leaves) for part in chain]
+        self._fields = [numbers_of(each.part) for each in self._parts]
         self._slots: list[Slots] = []
         self.slots: dict[str, dict[str, Any]] = {leaf.name: {} for leaf in leaves}
         for each in self._parts:
@@ -92,10 +103,16 @@ class BoundChain:
         taken = [None if grad is None else real_view(wide(grad)) for grad in grads]
         if multiplier is not None:
             taken = _times(ops, taken, kernels.at(multiplier, device))
-        info = UpdateInfo(self._number(updates, device, pure=pure), kernels.on_device(rates[0], device))
+        parts, rate = self._parts, rates[0]
+        if isinstance(rate, dict):  # scheduled numbers beside the rate
+            numbers: Any = tree.map(lambda number: kernels.on_device(number, device), rate)
+            rate = numbers["lr"]
+            pairs = zip(parts, self._fields, strict=True)
+            parts = [with_numbers(each, fields, numbers) for each, fields in pairs]
+        info = UpdateInfo(self._number(updates, device, pure=pure), kernels.on_device(rate, device))
         skip = kernels.at(skip, device)
         separate = skip is not None and not pure
-        write_update(ops, self._parts, taken, self._slots, self._shards, info, skip, separate=separate)
+        write_update(ops, parts, taken, self._slots, self._shards, info, skip, separate=separate)
 
     def _number(self, updates: torch.Tensor, device: torch.device, *, pure: bool) -> Scalar:
         """The number of the update: on the host if it is known there, so that corrections are numbers."""
@@ -158,3 +175,36 @@ def unmasked(part: Part) -> Part:
 def real_view(value: Any) -> Any:
     """A complex tensor as a real one of the same memory. Any other as it is."""
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def numbers_of(part: Any) -> dict[str, str]:
+    """The numbers of a part, or tuples of them: option -> field. An int counts something, so it stays."""
+    names = [field.name for field in attrs.fields(type(part))] if attrs.has(type(part)) else []
+    values: list[tuple[str, Any]] = [(name, getattr(part, name)) for name in names]
+    return {
+        _ALIASES.get((type(part), name)) or name: name
+        for name, value in values
+        if isinstance(value, float) or (isinstance(value, tuple) and all(map(_is_number, value)))  # pyright: ignore[reportUnknownArgumentType]
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def with_number(record: Any, field: str, value: Any) -> Any:
+    """A frozen record with another number. torch.compile can't trace the `__init__` that `evolve` calls."""
+    cls = type(record)
+    changed = object.__new__(cls)
+    for name in [each.name for each in cls.__attrs_attrs__]:
+        object.__setattr__(changed, name, value if name == field else getattr(record, name))
+    return changed
+
+
+def with_numbers(each: PlacedPart, fields: Mapping[str, str], numbers: Mapping[str, Any]) -> PlacedPart:
+    """A part with other numbers, by option. `fields` are those of `numbers_of`."""
+    part = each.part
+    for option, field in fields.items():
+        if option in numbers:
+            part = with_number(part, field, numbers[option])
+    return each if part is each.part else with_number(each, "part", part)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import attrs
 import torch
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
 from fnaccel.errors import ArgumentError, CapabilityError, nearest, require
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Group, Optimizer, options_of
@@ -48,6 +48,12 @@ class TorchKernel:
 
     cls: Any
     whole: bool = False
+
+    @property
+    def schedulable(self) -> list[str]:
+        """The options that may be schedules: those whose default is a number, or a tuple of numbers."""
+        parameters = inspect.signature(self.cls).parameters.values()
+        return [p.name for p in parameters if p.name != "lr" and type(p.default) in (int, float, tuple)]
 
     def bind(self, groups: Sequence[Group]) -> BoundTorch | BoundWhole:
         """Make the optimizer over the real parameters, with state found on clones."""
@@ -127,7 +133,7 @@ class BoundTorch:
         if multiplier is not None and present:
             _torch.foreach_mul_(present, multiplier)
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = float(rate)
+            group.update(tree.map(float, rate) if isinstance(rate, dict) else {"lr": float(rate)})
         for number in self._numbers:
             number.put()
         self._optimizer.step()
@@ -209,12 +215,9 @@ def shared_options(cls: type[Any], groups: Sequence[Group]) -> dict[str, Any]:
 
 def _arguments(cls: type[Any]) -> set[str] | None:
     """The names of a constructor's arguments. None if it takes any name."""
-    parameters = inspect.signature(cls).parameters.values()
-    return (
-        None
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        else {parameter.name for parameter in parameters}
-    )
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return None if takes_any else set(parameters)
 
 
 def first_slots(cls: type[Any], groups: Sequence[Group], *, whole: bool = False) -> dict[int, dict[str, Any]]:
@@ -259,10 +262,9 @@ def _explained(cls: type[Any], groups: Sequence[Group]) -> Generator[None]:
 
 def named(cls: type) -> str:
     """A class as a user imports it: `torch.optim.Adagrad`, `package.module.Name`."""
-    module = cls.__module__
-    return (
-        f"torch.optim.{cls.__name__}" if module.startswith("torch.optim.") else f"{module}.{cls.__qualname__}"
-    )
+    if cls.__module__.startswith("torch.optim."):
+        return f"torch.optim.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _sharded(groups: Sequence[Group]) -> bool:
@@ -419,10 +421,10 @@ def from_torch(
         groups: `{selection: options}`, as for `fa.sgd`.
         whole: whether an update needs the whole parameter, so that under `fsdp` each is gathered for it, one
             at a time. None: for `torch.optim.Muon` and `torch.optim.Adafactor`.
-        options: further arguments of the class.
+        options: further arguments of the class. A number that `step` reads may be a schedule.
 
     Raises:
-        ArgumentError: not an optimizer class, or an option that it does not take.
+        ArgumentError: not an optimizer class, an option that it does not take, or a schedule of a flag.
         CapabilityError: at `init`, if it can't run on these parameters, or changes something in its groups
             that is no number.
 
@@ -448,24 +450,22 @@ def from_torch(
         "fa.optim.from_torch",
         "leave dampening at 0",
     )
-    if lr is None:
-        lr = _default_rate(cls)
     taken = _arguments(cls)
     for name in options:
         if taken is not None and name not in taken:
             raise ArgumentError(
                 f"{cls.__name__} takes no {name!r}", where="fa.optim.from_torch", fix=nearest(name, taken)
             )
-    defaults = options
-    for _, extra in pairs:
-        defaults = {**{name: None for name in extra if name != "lr"}, **defaults}
-    _, group_options = options_of(cls.__name__, defaults, pairs)
+    defaults = {**{name: None for _, extra in pairs for name in extra if name != "lr"}, **options}
+    kernel = TorchKernel(cls, issubclass(cls, _WHOLE) if whole is None else whole)
+    flags = {name for name, p in inspect.signature(cls).parameters.items() if isinstance(p.default, bool)}
+    _, group_options = options_of(cls.__name__, defaults, pairs, defaults.keys() - flags)
     return Optimizer(
         name=cls.__name__,
-        lr=lr,
+        lr=_default_rate(cls) if lr is None else lr,
         options=tuple(options.items()),
         groups=group_options,
-        kernel=TorchKernel(cls, issubclass(cls, _WHOLE) if whole is None else whole),
+        kernel=kernel,
         elementwise=False,
     )
 
@@ -473,10 +473,10 @@ def from_torch(
 class AdafactorOptions(TypedDict, total=False):
     """The options of `torch.optim.Adafactor`, for type checkers of a call of `adafactor`."""
 
-    beta2_decay: float
+    beta2_decay: Rate
     eps: tuple[float | None, float]
-    d: float
-    weight_decay: float
+    d: Rate
+    weight_decay: Rate
     foreach: bool | None
     maximize: bool
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
 from fnaccel.errors import CapabilityError, require
 from fnaccel.models.parameter import memory_of
 from fnaccel.optim import kernels
@@ -58,6 +58,11 @@ class FusedKernel:
     traceable: ClassVar[bool] = True
     name: str
 
+    @property
+    def schedulable(self) -> tuple[str, ...]:
+        """The options that may be schedules."""
+        return ("momentum", "weight_decay") if self.name == "sgd" else ("betas", "eps", "weight_decay")
+
     def parts(self, options: dict[str, Any]) -> tuple[Part, ...]:
         """The parts of `fa.optim.chain` that compute the same."""
         return _PARTS[self.name](**options)
@@ -73,35 +78,49 @@ class _Work:
     A complex tensor is taken as a real one with a last dimension of two, as torch.optim does.
     """
 
-    __slots__ = ("complex", "indices", "kind", "moments", "number", "numbers", "run", "shards", "whole")
+    __slots__ = (
+        "chain", "complex", "group", "indices", "kind", "moments", "number", "numbers", "run", "shards",
+        "whole",
+    )  # fmt: skip
 
     def __init__(
-        self, name: str, number: int, group: Group, total: int, slots: dict[str, dict[str, Any]]
+        self,
+        name: str,
+        number: int,
+        group: Group,
+        total: int,
+        slots: dict[str, dict[str, Any]],
+        chain: BoundChain | None,
     ) -> None:
-        self.number = number  # of the group
+        self.number, self.group, self.chain = number, group, chain  # the chain of scheduled numbers
         members = [m for m in group.members if m.leaf.shard.numel()]
         self.indices = [m.index for m in members]
         self.whole = self.indices == list(range(total))
         self.complex = any(m.leaf.shard.is_complex() for m in members)
         self.shards = [real_view(m.leaf.shard) for m in members]
         self.run = _FUSED[name]
-        options = group.options
         self.kind: Callable[..., Any] = kernels.SgdUpdate if name == "sgd" else kernels.AdamUpdate
+        self.numbers = self.numbers_of(group.options)
+        kinds = ("exp_avg", "exp_avg_sq")
         if name == "sgd":
-            kinds = ("momentum_buffer",) if options["momentum"] else ()
-            self.moments: list[list[torch.Tensor]] = [[]]
-            self.numbers = options["momentum"], options["weight_decay"], options["nesterov"]
-        else:
-            kinds = ("exp_avg", "exp_avg_sq")
-            self.moments = [[], []]
-            self.numbers = *options["betas"], options["weight_decay"], options["eps"]
+            kinds = ("momentum_buffer",) if group.options_of_parts["momentum"] else ()
+        self.moments: list[list[torch.Tensor]] = [[]] if name == "sgd" else [[], []]
         for member in group.members:
             moments = slots.setdefault(member.leaf.name, {})
             for place, kind in enumerate(kinds):
-                zeros = torch.zeros_like(member.leaf.shard)
-                moments[kind] = member.leaf.like(zeros)
-                if zeros.numel():
-                    self.moments[place].append(real_view(zeros))
+                if chain is None:
+                    shard = torch.zeros_like(member.leaf.shard)
+                    moments[kind] = member.leaf.like(shard)
+                else:
+                    shard = _torch.local_of(moments[kind])
+                if shard.numel():
+                    self.moments[place].append(real_view(shard))
+
+    def numbers_of(self, options: dict[str, Any]) -> tuple[Any, ...]:
+        """The numbers that the kernel takes besides the rate."""
+        if self.kind is kernels.SgdUpdate:
+            return options["momentum"], options["weight_decay"], options["nesterov"]
+        return *options["betas"], options["weight_decay"], options["eps"]
 
 
 class BoundFused:
@@ -116,12 +135,14 @@ class BoundFused:
         self._counts = name != "sgd"  # its kernel depends on the number of updates
         total = sum(len(group.members) for group in groups)
         for number, group in enumerate(groups):
-            if _takes_kernel(name, group):
-                self._work.append(_Work(name, number, group, total, self.slots))
-            else:
-                chain = BoundChain(_PARTS[name](**group.options), [group])
-                self._chains.append((number, [member.index for member in group.members], chain))
+            chain, fused = None, _takes_kernel(name, group)
+            if group.scheduled or not fused:
+                chain = BoundChain(_PARTS[name](**group.options_of_parts), [group])
                 self.slots.update(chain.slots)
+            if fused:
+                self._work.append(_Work(name, number, group, total, self.slots, chain))
+            elif chain is not None:
+                self._chains.append((number, [member.index for member in group.members], chain))
 
     def apply(
         self,
@@ -142,7 +163,16 @@ class BoundFused:
             else:
                 divisor = torch.tensor(1.0 / multiplier if multiplier else math.inf, dtype=torch.float32)
         for work in self._work:
-            rate = rates[work.number]
+            rate, numbers = rates[work.number], work.numbers
+            if work.chain is not None:
+                # the kernel takes no tensors, a graph would be compiled for each value, and at a momentum of
+                # 0 the kernel would leave its buffer as it was
+                tensors = any(isinstance(value, torch.Tensor) for value in tree.leaves(rate))
+                if tensors or torch.compiler.is_compiling() or rate.get("momentum") == 0:
+                    taken = [grads[member.index] for member in work.group.members]
+                    work.chain.apply(taken, [rate], multiplier, skip, updates)
+                    continue
+                rate, numbers = rate["lr"], work.numbers_of({**work.group.options, **rate})
             # not `None in grads`: that compares every tensor with None, at 12 us each
             # quantized parameters beside these have gradients as well
             if work.whole and len(grads) == len(work.indices) and all(map(_exists, grads)):
@@ -169,7 +199,7 @@ class BoundFused:
             elif scale is not None and torch.compiler.is_compiling():
                 taken, scale = _torch.foreach_div(taken, scale), None
             work.run(
-                work.kind(shards, taken, *moments, *count, kernels.at(rate, where), *work.numbers, scale, off)
+                work.kind(shards, taken, *moments, *count, kernels.at(rate, where), *numbers, scale, off)
             )
 
 
@@ -224,16 +254,16 @@ class ChainKernel:
 def sgd(
     lr: Rate,
     *,
-    momentum: float = 0.0,
+    momentum: Rate = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: Rate = 0.0,
     groups: Groups = None,
 ) -> Optimizer:
     """Stochastic gradient descent, as `torch.optim.SGD` without dampening.
 
     Args:
         lr: a number, or a schedule `updates -> rate`.
-        momentum, nesterov, weight_decay: as in torch.
+        momentum, nesterov, weight_decay: as in torch. Momentum and weight decay may be schedules.
         groups: `{selection: options}`, or pairs of them. A selection is a pattern of parameter names, as
             a shell matches them, or a function `(name, parameter) -> bool`. The first that matches
             holds. Among the options may be `"lr"`, and `"optional": True` if it may match nothing. Else a
@@ -246,19 +276,21 @@ def sgd(
     Example:
         >>> fa.sgd(0.1, momentum=0.9, groups={"*bias": {"weight_decay": 0.0}})
     """
-    require(not nesterov or momentum > 0, "Nesterov needs momentum", "fa.sgd", "momentum=0.9")
+    moves = callable(momentum) or momentum > 0
+    require(not nesterov or moves, "Nesterov needs momentum", "fa.sgd", "momentum=0.9")
     defaults = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    options, checked = options_of("sgd", defaults, groups)
-    return Optimizer(name="sgd", lr=lr, options=options, groups=checked, kernel=FusedKernel("sgd"))
+    kernel = FusedKernel("sgd")
+    options, checked = options_of("sgd", defaults, groups, kernel.schedulable)
+    return Optimizer(name="sgd", lr=lr, options=options, groups=checked, kernel=kernel)
 
 
 @refuse_unknown(torch.optim.Adam)
 def adam(
     lr: Rate,
     *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    betas: tuple[Rate, Rate] = (0.9, 0.999),
+    eps: Rate = 1e-8,
+    weight_decay: Rate = 0.0,
     groups: Groups = None,
 ) -> Optimizer:
     """Adam (Kingma and Ba 2015), as `torch.optim.Adam`: `weight_decay` is added to the gradient.
@@ -275,16 +307,16 @@ def adam(
 def adamw(
     lr: Rate,
     *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    betas: tuple[Rate, Rate] = (0.9, 0.999),
+    eps: Rate = 1e-8,
+    weight_decay: Rate = 0.01,
     groups: Groups = None,
 ) -> Optimizer:
     """AdamW (Loshchilov and Hutter 2019), as `torch.optim.AdamW`: decay apart from the gradient.
 
     Args:
         lr: a number, or a schedule `updates -> rate`.
-        betas, eps, weight_decay: as in torch.
+        betas, eps, weight_decay: as in torch. Each may be a schedule, and each beta by itself.
         groups: `{selection: options}`, as for `sgd`.
 
     Raises:
@@ -293,26 +325,28 @@ def adamw(
 
     Example:
         >>> fa.adamw(3e-4, groups={"*norm*": {"weight_decay": 0.0}})
+        >>> fa.adamw(3e-4, weight_decay=fa.schedules.cosine(0.04, total=1_000, end=0.4))
     """
     return _make_adam("adamw", lr, betas, eps, weight_decay, groups)
 
 
 def _make_adam(
-    name: str, lr: Rate, betas: tuple[float, float], eps: float, weight_decay: float, groups: Groups
+    name: str, lr: Rate, betas: tuple[Rate, Rate], eps: Rate, weight_decay: Rate, groups: Groups
 ) -> Optimizer:
     defaults = {"betas": check_betas(name, betas), "eps": eps, "weight_decay": weight_decay}
-    options, checked = options_of(name, defaults, groups)
-    return Optimizer(name=name, lr=lr, options=options, groups=checked, kernel=FusedKernel(name))
+    kernel = FusedKernel(name)
+    options, checked = options_of(name, defaults, groups, kernel.schedulable)
+    return Optimizer(name=name, lr=lr, options=options, groups=checked, kernel=kernel)
 
 
-def check_betas(name: str, betas: Sequence[float]) -> tuple[float, float]:
+def check_betas(name: str, betas: Sequence[Rate]) -> tuple[Any, Any]:
     """`betas` as a tuple.
 
     Raises:
-        ArgumentError: they are not two numbers in [0, 1).
+        ArgumentError: they are not two numbers in [0, 1), or schedules.
     """
     require(
-        len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        not callable(betas) and len(betas) == 2 and all(callable(b) or 0 <= b < 1 for b in betas),
         f"betas={betas} are not two numbers in [0, 1)",
         f"fa.{name}",
         "betas=(0.9, 0.999)",

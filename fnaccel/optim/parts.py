@@ -405,6 +405,7 @@ def _check(name: str, below: Sequence[str] = (), **numbers: Any) -> None:
 
 
 def _betas(name: str, betas: Any) -> tuple[float, float]:
-    good = isinstance(betas, tuple | list) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    good = isinstance(betas, tuple | list) and len(betas) == 2 and not any(map(callable, betas))
+    good = good and all(0 <= beta < 1 for beta in betas)
     require(good, f"betas={betas} are not two numbers in [0, 1)", f"fa.optim.{name}", "betas=(0.9, 0.999)")
     return betas[0], betas[1]

@@ -7,20 +7,19 @@ of attrs in the usual way: see `with_number`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import attrs
 import torch
 
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.parameter import Leaf
+from fnaccel.optim.chain_kernel import numbers_of, with_numbers
 from fnaccel.optim.description import Optimizer, group_leaves, takes_tensors
 from fnaccel.optim.operations import PURE
 from fnaccel.optim.rules import (
-    AddDecayedWeights,
     PlacedPart,
-    Trace,
     UpdateInfo,
     first_slots,
     free_name,
@@ -32,9 +31,6 @@ from fnaccel.optim.rules import (
 from fnaccel.optim.several import assign
 
 _WHERE = "fa.pure(train_step)"
-_ALIASES = {(AddDecayedWeights, "decay"): "weight_decay", (Trace, "decay"): "momentum"}
-"""The options of `fa.sgd` and the like, by the part that carries them out."""
-
 Slots = Mapping[str, Mapping[str, torch.Tensor]]
 
 
@@ -49,6 +45,8 @@ class _Rule:
         parts: in the order in which they change gradients.
         shown: for each part the names of its slots in a state.
         fields: for each part, option -> field.
+        fixed: the options that a call can't give, since a group has its own.
+        numbers: gives its scheduled numbers, as `Group.numbers`.
     """
 
     def __init__(
@@ -60,7 +58,9 @@ class _Rule:
         leaves: Sequence[Leaf],
         parts: Sequence[Any],
         fixed: Sequence[str] = (),
+        numbers: Callable[..., Any] | None = None,
     ) -> None:
+        self.fixed, self.numbers = set(fixed), numbers
         self.rate, self.schedule, self.overridable = rate, schedule, overridable
         self.indices = list(indices)
         self.names = [leaf.name for leaf in leaves]
@@ -72,37 +72,11 @@ class _Rule:
             own = first_slots(each.part, PURE, [leaves[i].shard.detach() for i in self.places(each)])
             self.shown.append({name: free_name(name, taken) for name in own})
             taken.update(self.shown[-1].values())
-            kind: Any = type(each.part)
-            numbers = {_ALIASES.get((kind, field), field): field for field in _numbers_of(each.part)}
-            self.fields.append({name: field for name, field in numbers.items() if name not in fixed})
+            self.fields.append(numbers_of(each.part))
 
     def places(self, each: PlacedPart) -> list[int]:
         """The parameters of a part, by their place among those of the rule."""
         return list(range(len(self.names)) if each.places is None else each.places)
-
-
-def _numbers_of(part: Any) -> list[str]:
-    """The fields of a part that are numbers, or tuples of numbers. An int counts something, so it stays."""
-    names = [field.name for field in attrs.fields(type(part))] if attrs.has(type(part)) else []
-    values = [(name, getattr(part, name)) for name in names]
-    return [
-        name
-        for name, value in values
-        if isinstance(value, float) or (isinstance(value, tuple) and all(map(_is_number, value)))  # pyright: ignore[reportUnknownArgumentType]
-    ]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def with_number(record: Any, field: str, value: Any) -> Any:
-    """A frozen record with another number. torch.compile can't trace the `__init__` that `evolve` calls."""
-    cls = type(record)
-    changed = object.__new__(cls)
-    for name in [each.name for each in cls.__attrs_attrs__]:
-        object.__setattr__(changed, name, value if name == field else getattr(record, name))
-    return changed
 
 
 class Updated(NamedTuple):
@@ -164,16 +138,20 @@ class PureOptimizers:
         for group in groups:
             places = [member.index for member in group.members]
             options: dict[str, Any] = group.options
-            fixed = [name for name in base if options[name] != base[name]]
+            own = {each.option: each.group for each in group.scheduled}
+            fixed = [name for name in base if own.get(name, options[name] != base[name])]
             schedule = optimizer.lr if group.lr is None else group.lr
-            name = f"{rate}/{group.name}" if group.name else rate
+            name = rate if group.lr is None else f"{rate}/{group.name}"
             members = [member.leaf for member in group.members]
             common = name, schedule, group.lr is None, [indices[i] for i in places], members
-            self._rules.append(_Rule(*common, optimizer.kernel.parts(options), fixed))
-            self._watch(rate, schedule)
+            numbers = functools.partial(group.numbers, rate=rate) if group.scheduled else None
+            options = group.options_of_parts
+            self._rules.append(_Rule(*common, optimizer.kernel.parts(options), fixed, numbers))
+            for each in (schedule, *(number.schedule for number in group.scheduled)):
+                self._watch(rate, each)
             if options.get("weight_decay") == 0 and "weight_decay" not in fixed:
                 parts = optimizer.kernel.parts({**options, "weight_decay": 1.0})
-                self._decaying[len(self._rules) - 1] = _Rule(*common, parts, fixed)
+                self._decaying[len(self._rules) - 1] = _Rule(*common, parts, fixed, numbers)
 
     def _watch(self, rate: str, schedule: Callable[[Any], Any]) -> None:
         if not takes_tensors(schedule):
@@ -184,7 +162,7 @@ class PureOptimizers:
         owners: dict[str, dict[tuple[str, str], None]] = {}
         for rule in [*self._rules, *self._decaying.values()]:
             for each, fields in zip(rule.parts, rule.fields, strict=True):
-                for option, field in fields.items():
+                for option, field in ((name, fields[name]) for name in fields if name not in rule.fixed):
                     owners.setdefault(option, {})[part_name(each.part), field] = None
         named: dict[str, tuple[str, str]] = {}
         for option, parts in owners.items():
@@ -199,6 +177,8 @@ class PureOptimizers:
             problem = "".join(
                 f"no optimizer has the name {name!r}; " for name in lr if name not in self._rates
             )
+        elif lr is not None and not self._rates:
+            problem = "one rate, and each group has its own"
         elif lr is not None and self._apart:
             problem = "one rate, and the optimizers have several"
         if problem:
@@ -238,7 +218,11 @@ class PureOptimizers:
             rate = rule.schedule(count) if chosen is None or not rule.overridable else chosen
             if rule.rate not in rates:
                 rates[rule.rate] = rate
-            self._run(rule, moved, grads, slots, UpdateInfo(count + 1, rate), given)
+            numbers: dict[str, Any] = {}
+            if rule.numbers is not None:
+                numbers, reported = rule.numbers(lambda schedule: schedule(count), given=options)
+                rates.update(reported)
+            self._run(rule, moved, grads, slots, UpdateInfo(count + 1, rate), numbers, given)
         return Updated(moved, slots, rates)
 
     def _run(
@@ -248,6 +232,7 @@ class PureOptimizers:
         grads: Sequence[torch.Tensor],
         slots: dict[str, dict[str, torch.Tensor]],
         info: UpdateInfo,
+        scheduled: Mapping[str, Any],
         given: Mapping[tuple[str, str], Any],
     ) -> None:
         """One rule. Puts its results into `params` and `slots`, which are new containers."""
@@ -255,12 +240,12 @@ class PureOptimizers:
         parts: list[PlacedPart] = []
         before: list[dict[str, list[torch.Tensor]]] = []
         for each, shown, fields in zip(rule.parts, rule.shown, rule.fields, strict=True):
-            part = each.part
-            for field in fields.values():
-                number = given.get((part_name(part), field)) if given else None
-                if number is not None:
-                    part = with_number(part, field, number)
-            parts.append(each if part is each.part else with_number(each, "part", part))
+            name = part_name(each.part)
+            numbers = dict(scheduled)
+            for option, field in fields.items():
+                if given and option not in rule.fixed and given.get((name, field)) is not None:
+                    numbers[option] = given[name, field]
+            parts.append(with_numbers(each, fields, numbers) if numbers else each)
             names = [rule.names[i] for i in rule.places(each)]
             before.append({name: [wide(slots[n][label]) for n in names] for name, label in shown.items()})
         moved, after = run_parts(

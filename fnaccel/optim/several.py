@@ -169,6 +169,34 @@ def starting_at(updates: int, optimizer: Optimizer) -> Optimizer:
     return attrs.evolve(optimizer, starts=updates)
 
 
+def layer_decay(decay: float, optimizer: Optimizer) -> Optimizer:
+    """An optimizer whose rates fall from the head down to the embeddings, for fine-tuning (ELECTRA, BEiT).
+
+    Of `n` blocks, block `k` has the rate `lr * decay ** (n - k)`. What is before the blocks in the model has
+    `lr * decay ** (n + 1)`, and what is after them has `lr`. Blocks are found by the numbers in parameter
+    names. Groups keep their options, and their rates fall alike. The metric of a rate is `lr/layer<number>`.
+
+    Args:
+        decay: the factor from a layer to the one below, in (0, 1].
+        optimizer: the optimizer. A member of `optimizer_groups` sees the layers of its own parameters.
+
+    Raises:
+        ArgumentError: no such factor, or an optimizer with one rate for all. At `init`: no numbered blocks,
+            or two lists with as many.
+
+    Source: https://arxiv.org/abs/2003.10555
+
+    Example:
+        >>> optimizer = fa.optim.layer_decay(0.75, fa.adamw(1e-3, groups={"*bias": {"weight_decay": 0.0}}))
+    """
+    where, fix = "fa.optim.layer_decay", "layer_decay(0.75, fa.adamw(1e-3))"
+    require(0 < decay <= 1, f"decay={decay} is not in (0, 1]", where, fix)
+    require(isinstance(optimizer, Optimizer), f"{type(optimizer).__name__} is no optimizer", where, fix)
+    one_rate = hasattr(optimizer.kernel, "chain") or hasattr(optimizer.lr, "runtime")
+    require(not one_rate, f"{optimizer.name} has one rate for all parameters", where, fix)
+    return attrs.evolve(optimizer, layer_decay=float(decay))
+
+
 def optimizers_of(described: Optimizer | OptimizerGroups) -> tuple[Optimizer, ...]:
     """The optimizers of one model."""
     if isinstance(described, Optimizer):

@@ -74,13 +74,14 @@ class BoundWhole:
         if self._copies and int(updates) == 1:  # weights may have been adopted or restored since `bind`
             self._copy_parameters()
         for group, options, rate in zip(self._groups, self._options, rates, strict=True):
+            own = tree.map(float, rate) if isinstance(rate, dict) else {"lr": float(rate)}
             for member in group.members:
                 grad = grads[member.index]
                 if grad is not None:
                     slope = _gathered(member.leaf.like(grad))
                     if multiplier is not None:
                         slope = slope * multiplier
-                    self._update(member.leaf, slope, {**options, "lr": float(rate)})
+                    self._update(member.leaf, slope, {**options, **own})
 
     def _update(self, leaf: Leaf, grad: torch.Tensor, options: dict[str, Any]) -> None:
         param = torch.nn.Parameter(_gathered(leaf.shown).clone())

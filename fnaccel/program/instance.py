@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -141,6 +141,7 @@ class Instance:
             on_device=lowered.settings.skips,
             bound=bound,
             over=engine.layout.held_by,
+            ema_decay=lowered.settings.ema_decay,
         )
         self.params = self._show(engine.layout.parameters)
         self.by_name = ReadOnlyDict(engine.layout.parameters)
@@ -366,7 +367,8 @@ class Instance:
         if self.shared_buffers is not None:
             self.shared_buffers.share(step)
         if self._buffer_averages and left_out.uncounted is not True:
-            decay = cast("float", self.lowered.settings.ema_decay)
+            decay: Any = self.lowered.settings.ema_decay
+            decay = metrics["ema_decay"] if callable(decay) else decay
             move(self.averaged_buffers(), decay, left_out.skip, left_out.uncounted)
         if scale is not None:
             metrics["loss_scale"] = scale["scale"].clone()

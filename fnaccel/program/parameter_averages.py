@@ -118,7 +118,7 @@ def averages_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def move(
-    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], decay: float, *left_out: Scalar | None
+    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], decay: Scalar, *left_out: Scalar | None
 ) -> None:
     """Move the averages of buffers towards them after an update, unless it was left out.
 
@@ -132,4 +132,7 @@ def move(
     for flag in (each for each in left_out if isinstance(each, torch.Tensor)):
         pairs = zip(averages, values, strict=True)  # no factor of 0: the buffers may be NaN
         values = [torch.where(flag.to(a.device).bool(), a, value) for a, value in pairs]
-    _torch.foreach_lerp_(averages, values, 1.0 - decay)
+    weight: Any = 1.0 - decay
+    if isinstance(weight, torch.Tensor):
+        weight = [weight.to(average) for average in averages]
+    _torch.foreach_lerp_(averages, values, weight)

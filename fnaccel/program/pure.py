@@ -28,7 +28,8 @@ from fnaccel.errors import (
     UnknownNameError,
     nearest,
 )
-from fnaccel.optim.pure_rules import PureOptimizers, with_number
+from fnaccel.optim.chain_kernel import with_number
+from fnaccel.optim.pure_rules import PureOptimizers
 from fnaccel.optim.rules import wide
 from fnaccel.program.assemble import assemble
 from fnaccel.program.instance import Instance
@@ -273,6 +274,10 @@ class PureUpdate:
             else:
                 now, averages = {**sums.buffers, **params}, list(ema.values())
                 taken = [now[key] for key in ema]
+                decay = self._settings.ema_decay
+                if callable(decay):
+                    metrics["ema_decay"] = options.get("ema_decay", decay(updates.to(self._optimizers.dtype)))
+                    hook = with_number(hook, "decay", metrics["ema_decay"])
                 averaged = self._with_options(name, hook, options).next_averages(averages, taken)
                 ema = dict(zip(ema, unless(skip, averages, averaged), strict=True))
         for name in self._tail.users:

@@ -281,6 +281,7 @@ class StepGraph:
 
             def apply() -> None:
                 self._updater.update(gradients, given.rates, given.number)
+                metrics.update(self._updater.ema_decay(given.rates))
 
             return tail.run(engine, gradients, {}, info, apply)
 

@@ -65,7 +65,7 @@ class Settings:
         sync_each: whether gradients are averaged over ranks after each micro-batch.
         weight_fn: gives the weight of a batch from the batch alone. None if the loss gives it.
         max_norm: the norm to which gradients are clipped, or None.
-        ema_decay: of the averages of the parameters, or None.
+        ema_decay: of the averages of the parameters, a number or a schedule, or None.
         ema_buffers: whether buffers are averaged as well.
         leaves_out_nonfinite: whether an update whose gradient is not finite is left out.
         max_left_out: how many of them in a row are an error, or None.
@@ -78,7 +78,7 @@ class Settings:
     sync_each: bool = False
     weight_fn: Callable[[Any], Any] | None = None
     max_norm: float | None = None
-    ema_decay: float | None = None
+    ema_decay: float | Callable[[Any], Any] | None = None
     ema_buffers: bool = False
     leaves_out_nonfinite: bool = False
     max_left_out: int | None = None

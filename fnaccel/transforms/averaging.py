@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import attrs
@@ -26,7 +27,7 @@ class Ema:
     """`ema = decay * ema + (1 - decay) * params` after each applied update."""
 
     pure: ClassVar[bool] = True
-    decay: float
+    decay: Any
     buffers: Buffers = "now"
 
     def configure(self, settings: Settings) -> Settings:
@@ -42,10 +43,12 @@ class Ema:
             leaf.shard if leaf.shard.dtype is average.dtype else leaf.shard.to(average.dtype)
             for leaf, average in pairs
         ]
-        if info.skip is None:
-            _torch.foreach_lerp_(averages, shards, 1.0 - self.decay)
+        weight = 1.0 - (info.metrics["ema_decay"] if callable(self.decay) else self.decay)
+        if info.skip is not None:
+            weight = weight * (1.0 - info.skip)
+        if not isinstance(weight, torch.Tensor):
+            _torch.foreach_lerp_(averages, shards, weight)
         else:
-            weight = (1.0 - self.decay) * (1.0 - info.skip)
             # of each average's dtype: XLA has no other
             cast = {dtype: weight.to(dtype) for dtype in {average.dtype for average in averages}}
             _torch.foreach_lerp_(averages, shards, [cast[average.dtype] for average in averages])
@@ -60,12 +63,13 @@ class Ema:
 
 
 @takes_step
-def with_ema(decay: float = 0.999, buffers: Buffers = "now") -> Transform:
+def with_ema(decay: float | Callable[[Any], Any] = 0.999, buffers: Buffers = "now") -> Transform:
     """Keep an average of the parameters (Polyak and Juditsky 1992) in `state.ema`, in fp32 at least.
 
     Args:
         step: a step or a loss function; or none, for `fa.chain`.
-        decay: the share of the old average kept at each update, in [0, 1).
+        decay: the share of the old average kept at each update, in [0, 1): a number, or a schedule
+            `updates -> decay`, such as `fa.schedules.ema_warmup()`. Its value is `metrics["ema_decay"]`.
         buffers: `"now"` uses averaged parameters with the buffers that the model has at that time.
             `"average"` averages saved floating-point buffers too, such as running statistics, as
             `torch.optim.swa_utils.AveragedModel(use_buffers=True)` does. Other buffers, and one that begins
@@ -80,11 +84,16 @@ def with_ema(decay: float = 0.999, buffers: Buffers = "now") -> Transform:
         >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
         >>> state, metrics = train_step(train_step.init(), batch)
         >>> loss = fa.evaluate(train_step, state, loss_fn, fa.shard(loader), ema=True)
+        >>> step = fa.with_ema(loss_fn, fa.schedules.ema_warmup(0.9999))
     """
-    require(0 <= decay < 1, f"an average can't decay by {decay}", "fa.with_ema", "decay is in [0, 1)")
+    first = decay(0) if callable(decay) else decay
+    require(0 <= first < 1, f"an average can't decay by {first}", "fa.with_ema", "decay is in [0, 1)")
     if buffers not in get_args(Buffers):
         fix = nearest(str(buffers), get_args(Buffers))
         raise UnknownNameError(f"there are no buffers {buffers!r}", where="fa.with_ema(buffers=)", fix=fix)
     return Transform(
-        "with_ema", Phase.UPDATE, apply=Ema(float(decay), buffers), needs=frozenset({Capability.PARAMETERS})
+        "with_ema",
+        Phase.UPDATE,
+        apply=Ema(decay if callable(decay) else float(decay), buffers),
+        needs=frozenset({Capability.PARAMETERS}),
     )

@@ -228,7 +228,7 @@ MUTANTS = [
         "            if False:\n                _kill", ("tests/program/test_held_trees.py", "-k", "nested"),
     ),
     Mutant(
-        "ema forgets to move", "transforms/averaging.py", "shards, 1.0 - self.decay)", "shards, 0.0)",
+        "ema forgets to move", "transforms/averaging.py", "shards, weight)", "shards, 0.0)",
         ("tests/transforms", "-k", "ema_follows"),
     ),
     Mutant(
@@ -392,6 +392,42 @@ MUTANTS = [
     Mutant(
         "a weight of zero is an update", "step/loss.py", "    return not 0 < weight < math.inf", "    return False",
         ("tests/engine/test_weights.py", "-k", "weight_of_zero"),
+    ),
+    Mutant(
+        "a captured step keeps the first value of a schedule", "optim/chain_kernel.py",
+        "        if isinstance(rate, dict):  # scheduled numbers", "        if False:  # scheduled numbers",
+        ("tests/optim/test_scheduled_options.py", "-k", "captured_without and adamw"),
+    ),
+    Mutant(
+        "the fused kernel keeps the first value of a schedule", "optim/fused.py",
+        "work.numbers_of({**work.group.options, **rate})", "work.numbers",
+        ("tests/optim/test_scheduled_options.py", "-k", "equals_torch and sgd-eager"),
+    ),
+    Mutant(
+        "a group takes the schedule of its optimizer", "optim/description.py",
+        "        numbers = (*_scheduled_in(optimizer, base), *_scheduled_in(optimizer, extra, name))\n",
+        "        numbers = (*_scheduled_in(optimizer, dict(optimizer.options)),)\n",
+        ("tests/optim/test_scheduled_options.py", "-k", "of_their_own and adamw"),
+    ),
+    Mutant(
+        "an average forgets by the number of the next update", "engine/updater.py",
+        "self.scheduled(self._ema_decay, updates)", "self.scheduled(self._ema_decay, updates + 1)",
+        ("tests/transforms/test_scheduled_decay.py", "-k", "follow_the_schedule and warmup-eager"),
+    ),
+    Mutant(
+        "averages of buffers keep the first decay", "program/instance.py",
+        'decay = metrics["ema_decay"] if callable(decay) else decay', "decay = decay(0)",
+        ("tests/transforms/test_scheduled_decay.py", "-k", "buffers_too and eager"),
+    ),
+    Mutant(
+        "the head falls as the last block does", "optim/description.py",
+        "max(numbers[lists[0]]) + 2 if", "max(numbers[lists[0]]) + 1 if",
+        ("tests/optim/test_layer_decay.py", "-k", "layers_by_name"),
+    ),
+    Mutant(
+        "rates of groups don't fall by layer", "optim/description.py",
+        "ScaledSchedule(lr or optimizer.lr, factor)", "lr or ScaledSchedule(optimizer.lr, factor)",
+        ("tests/optim/test_layer_decay.py", "-k", "of_their_own"),
     ),
     Mutant(
         "losses of two kinds are added up", "engine/totals.py", "self.weighted is not parts.weighted", "False",

@@ -5,6 +5,7 @@ from fnaccel.optim.schedules.shapes import Schedule as Schedule
 from fnaccel.optim.schedules.shapes import as_schedule as as_schedule
 from fnaccel.optim.schedules.shapes import constant as constant
 from fnaccel.optim.schedules.shapes import cosine as cosine
+from fnaccel.optim.schedules.shapes import ema_warmup as ema_warmup
 from fnaccel.optim.schedules.shapes import inverse_sqrt as inverse_sqrt
 from fnaccel.optim.schedules.shapes import joined as joined
 from fnaccel.optim.schedules.shapes import linear as linear

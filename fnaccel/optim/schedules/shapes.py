@@ -350,6 +350,36 @@ class piecewise:  # noqa: N801
         return rate
 
 
+@attrs.frozen
+class ema_warmup:  # noqa: N801
+    """A decay for `fa.with_ema` that rises from 0 to `decay`, so that an average forgets the first weights.
+
+    Let `step` be `updates - after`. The decay is 0 until `step` is positive. Then it is
+    `1 - (1 + step / inv_gamma) ** -power`, or `(1 + step) / (10 + step)` if `power` is None, within
+    `[least, decay]`. These are the decays of diffusers' `EMAModel`: its `update_after_step` is `after` here,
+    its `min_decay` is `least`, and `use_ema_warmup=False` is `power=None`.
+
+    Example:
+        >>> decay = fa.schedules.ema_warmup(0.9999, power=1.0)
+        >>> decay(0), decay(1), decay(9), decay(100_000)
+        (0.0, 0.5, 0.9, 0.9999)
+    """
+
+    decay: float = 0.9999
+    power: float | None = attrs.field(default=2 / 3, kw_only=True)
+    inv_gamma: float = attrs.field(default=1.0, kw_only=True)
+    least: float = attrs.field(default=0.0, kw_only=True)
+    after: int = attrs.field(default=0, kw_only=True)
+
+    def __call__(self, updates: Scalar) -> Any:
+        """The decay after `updates` updates."""
+        step = _clip(updates - self.after, 0, math.inf)
+        rising = (1 + step) / (10 + step)
+        if self.power is not None:
+            rising = 1 - (1 + step / self.inv_gamma) ** -self.power
+        return _where(step > 0, _clip(rising, self.least, self.decay), 0.0)
+
+
 def _check_total(warmup: int, total: int) -> None:
     _check(
         0 <= warmup < total,

@@ -69,6 +69,12 @@ def _only(optimizers: Iterable[Optimizer | OptimizerGroups]) -> Optimizer:
             where="fa.train_step(optimizer=)",
             fix="train the first part with frozen=, or choose fa.fsdp()",
         )
+    if first.scheduled:
+        raise CapabilityError(
+            f"{first.scheduled[0].option} has a schedule, and under DeepSpeed the rate alone may have one",
+            where="fa.train_step(optimizer=)",
+            fix="give a number, or choose fa.fsdp()",
+        )
     if hasattr(first.kernel, "chain"):
         raise CapabilityError(
             f"DeepSpeed takes an optimizer of torch, and {first.describe()} is made of parts",
