@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None):
     save = fa.Autosave(args.dir, every=20, keep=2) if args.dir else None
     shards = fa.shard(DataLoader(digits(), batch_size=128, shuffle=True))
     with fa.start() as world:
-        step = fa.with_ema(fa.clip_norm(loss_fn, 1.0), 0.995)
+        step = fa.with_ema(fa.clip_norm(loss_fn, 1.0), fa.schedules.ema_warmup(0.995))
         train_step = fa.train_step(step, model=fa.distribute(Denoiser), optimizer=fa.adamw(2e-3))
         state, losses = fa.resume_or_init(args.dir, train_step, seed=0), []
         for state, metrics in fa.scan(train_step, state, shards, steps=args.steps, save=save):

@@ -76,7 +76,8 @@ def page(runs: Sequence[Run], title: str = "") -> str:
     sections: dict[str, list[str]] = {section: list(metrics) for section, metrics in _SECTIONS.items()}
     known = {metric for metrics in sections.values() for metric in metrics}
     phases = sorted({m for run in runs for m in run.columns if m.startswith("peak_mib/")})
-    sections["Other metrics"] = sorted({m for run in runs for m in run.columns} - known - {*phases})
+    joined = {also for metric in runs[0].columns for also in _also(runs, metric)}
+    sections["Other metrics"] = sorted({m for run in runs for m in run.columns} - known - {*phases} - joined)
     parts = [f"<h1>{escape(name)}</h1>", _summary(runs)]
     if len(runs) > 1:
         parts.append(_legend([(run.name, i % len(_LIGHT)) for i, run in enumerate(runs)]))
@@ -86,7 +87,8 @@ def page(runs: Sequence[Run], title: str = "") -> str:
     for section, metrics in sections.items():
         charts += [chart for metric in metrics if (chart := _chart(runs, section, metric))]
         if section == "Memory" and phases and len(runs) == 1:
-            charts.append(_by_phase(runs[0], section, phases))
+            names = {m: m.removeprefix("peak_mib/").replace("_", " ") for m in phases}
+            charts.append(_of_one_run(runs[0], section, "Peak memory of each phase, MiB", names))
     if charts:
         # one grid for all sections, since a grid for each could end in an empty cell
         parts += ["<h2>Metrics</h2>", f'<div class="charts">{"".join(charts)}</div>']
@@ -127,23 +129,32 @@ def _tiles(run: Run) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
+def _also(runs: Sequence[Run], metric: str) -> list[str]:
+    """The same metric of evaluations, `eval/loss` beside `loss`, which one chart of a single run shows."""
+    columns = runs[0].columns if len(runs) == 1 else {}
+    return sorted(name for name in columns if "/" in name and name.rpartition("/")[2] == metric)
+
+
 def _chart(runs: Sequence[Run], section: str, metric: str) -> str:
+    title, also = _TITLES.get(metric, metric), _also(runs, metric)
+    if also and metric in runs[0].columns:
+        return _of_one_run(runs[0], section, title, {name: name for name in (metric, *also)})
     lines = [
         Line(run.name, i % len(_LIGHT), run.columns[metric])
         for i, run in enumerate(runs)
         if metric in run.columns
     ]
     restarts = runs[0].restarts if len(runs) == 1 else ()
-    return _figure(section, _TITLES.get(metric, metric), lines, restarts)
+    return _figure(section, title, lines, restarts)
 
 
-def _by_phase(run: Run, section: str, phases: Sequence[str]) -> str:
+def _of_one_run(run: Run, section: str, title: str, names: Mapping[str, str]) -> str:
+    """A chart with a line for each of these metrics, and a legend of their names."""
     lines = [
-        Line(metric.removeprefix("peak_mib/").replace("_", " "), i % len(_LIGHT), run.columns[metric])
-        for i, metric in enumerate(phases)
+        Line(name, i % len(_LIGHT), run.columns[metric]) for i, (metric, name) in enumerate(names.items())
     ]
     legend = _legend([(line.name, line.colour) for line in lines])
-    return _figure(section, "Peak memory of each phase, MiB", lines, run.restarts, legend)
+    return _figure(section, title, lines, run.restarts, legend)
 
 
 def _figure(

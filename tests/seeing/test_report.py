@@ -292,3 +292,19 @@ def test_numbers_at_the_ends_of_the_range_are_drawn(tmp_path):
 def test_short_numbers_round_into_the_next_unit():
     values = (999_999, 9_999.99, 9_999, 999_999_999, 12_345, math.inf, math.nan)
     assert [number(value) for value in values] == ["1M", "10k", "9999", "1G", "12.3k", "inf", "nan"]
+
+
+def test_evaluations_are_in_the_chart_of_their_metric(tmp_path):
+    shards = fa.shard(DataLoader(TensorDataset(*batch_of(9, 1)), batch_size=3))
+    held_out = [fa.Evaluation(loss_fn, shards, every=2), fa.Evaluation(loss_fn, shards, name="test", every=3)]
+    log, path = JsonlTracker(tmp_path / "a.jsonl"), tmp_path / "a.html"
+    _train(6, evaluate=held_out, track=fa.Tracking(log, report=path))
+    text = path.read_text()
+    chart = next(part for part in text.split("<figure>") if "<h3>Loss</h3>" in part)
+    assert all(f">{name}</li>" in chart for name in ("loss", "eval/loss", "test/loss"))
+    assert chart.count("var(--line-2)") > 1  # the legend, and a line
+    assert "<h3>eval/loss</h3>" not in text
+    other = JsonlTracker(tmp_path / "b.jsonl")
+    _train(6, evaluate=held_out, track=fa.Tracking(other))
+    both = fa.seeing.write_report(tmp_path, tmp_path / "both.html").read_text()
+    assert "<h3>eval/loss</h3>" in both  # a colour is a run there
