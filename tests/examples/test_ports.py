@@ -77,9 +77,9 @@ def trained(port, strategy=None, steps=STEPS, folder=None, compiled=False):
     return losses, params, drawn
 
 
-def batches(loader, count):
+def batches(loader, count, seed=0):
     """The first batches of a run, of all rows, as a run on one rank reads them."""
-    shards = fa.shard(loader)
+    shards = fa.shard(loader, seed=seed)
     epochs = (shards.at(fa.state.Position(epoch)) for epoch in itertools.count())
     return [batch.data for batch in itertools.islice(itertools.chain.from_iterable(epochs), count)]
 
