@@ -238,11 +238,15 @@ class Fast(_Whole):
 
     def addcmul_(self, xs: Tensors, ys: Tensors, zs: Tensors, factor: Any) -> Tensors:
         """See `Operations`."""
+        if isinstance(factor, torch.Tensor):  # it would be read on the host
+            ys, factor = _torch.foreach_mul(ys, factor), 1
         _torch.foreach_addcmul_(xs, ys, zs, value=factor)
         return xs
 
     def lerp_(self, xs: Tensors, ys: Tensors, weight: Any) -> Tensors:
         """See `Operations`."""
+        if isinstance(weight, torch.Tensor):  # it would be read on the host
+            weight = [weight.to(x.dtype) for x in xs]
         _torch.foreach_lerp_(xs, ys, weight)
         return xs
 
