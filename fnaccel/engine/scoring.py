@@ -77,7 +77,7 @@ class Scores(Accumulation):
             if group is not None:
                 # gloo aborts the process if an all-reduce meets one of another size, such as that of a step
                 # ranks whose data sets differ have read other batches
-                text = f"{len(sums)} sums of {self._seen} batches: {self.kinds}"
+                text = f"{len(sums)} sums of {self._seen} batches: {self.kinds} of {self._structure[1]}"
                 agree(scope(group, world, "evaluate"), Call("evaluate", text))
                 dist.all_reduce(sums, group=group)
             self.put(unpacked(sums, self.shapes))

@@ -382,3 +382,21 @@ def test_the_epoch_of_several_updates_on_a_batch_ends_once(capsys):
         pass
     assert [step for step, _ in rows.rows] == [6, 12]
     assert len(lines_of(capsys)) == 2
+
+
+def other_names():
+    """A metric has another name on each rank."""
+    train_step = program(strategy="ddp")
+    state = train_step.init()
+    rank = train_step.mesh.batch_rank
+
+    def named(model, batch):
+        return {f"from_{rank}": fa.Mean(model(batch[0]).sum(), weight=len(batch[0]))}
+
+    shards = fa.shard(DataLoader(TensorDataset(*batch_of(8)), batch_size=4))
+    with pytest.raises(fa.errors.RankMismatchError, match="from_0"):
+        fa.evaluate(train_step, state, named, shards)
+
+
+def test_ranks_with_other_names_of_metrics_raise(pools):
+    pools.run(2, other_names)
