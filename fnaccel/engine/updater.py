@@ -188,8 +188,8 @@ class Updater:
             for (name, own), rate in zip(part.own, rates[-1], strict=True):
                 if own is not None:
                     reported[name] = rate
-            value_of = functools.partial(self.scheduled, updates=0 if waits else since)
             for place, group in enumerate(part.groups):
+                value_of = functools.partial(self.scheduled, updates=0 if waits else since)
                 numbers, shown = group.numbers(value_of, part.rate)
                 reported.update(shown)
                 rates[-1][place] = {"lr": rates[-1][place], **numbers} if numbers else rates[-1][place]
