@@ -11,11 +11,26 @@ import attrs
 import torch
 from torch.utils import data as torch_data
 
-from fnaccel.extend import ArgumentError, Indexed, Stream, classify, nearest, require, rows_of
+from fnaccel.extend import (
+    ArgumentError,
+    FnaccelError,
+    Grouped,
+    Indexed,
+    Stream,
+    classify,
+    nearest,
+    require,
+    rows_of,
+)
 
 Weights = Mapping[str, float] | Callable[[int], Mapping[str, float]]
 _WHERE = "fa.data.mix"
-_SETTINGS = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "persistent_workers")
+_SETTINGS = (
+    "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "persistent_workers",
+    "multiprocessing_context", "prefetch_factor",
+)  # fmt: skip
+_WALKS = 1 << 20
+"""Between the epochs that a data set is told for two walks of one epoch. No other epoch has these numbers."""
 
 
 @attrs.frozen
@@ -68,11 +83,11 @@ def _interleaved(
     while True:
         now = shares.at(samples) if callable(shares.weights) else now
         behind = [value + share for value, share in zip(behind, now, strict=True)]
-        source = max(range(count), key=behind.__getitem__)
+        source = max((each for each in range(count) if now[each]), key=behind.__getitem__)
         draw = next(running[source], None)
         if draw is None:
             through.add(source)
-            if stop == "first" or len(through) == count:
+            if stop == "first" or all(each in through or not now[each] for each in range(count)):
                 return
             walks[source] += 1
             running[source] = iter(begin(source, walks[source]))
@@ -114,6 +129,8 @@ class _Order(torch_data.Sampler[Any]):
             self._starts.append(self._starts[-1] + count)
 
     def __len__(self) -> int:
+        if callable(self._shares.weights):
+            raise TypeError("epochs of a mixture differ in length if weights are a function")
         return sum(1 for _ in self._drawn(self._epoch))
 
     def __iter__(self) -> Iterator[Any]:
@@ -138,26 +155,41 @@ class _Order(torch_data.Sampler[Any]):
         return keys[:-1] if self._batches and source.drop_last and len(keys[-1]) < step else keys
 
 
-class _Batches:
-    """Batches of streams, each whole of one source."""
+class _Batches(torch_data.IterableDataset[Any]):
+    """Batches of loaders, each whole of one source.
+
+    It is a data set because `fa.shard` seeds the random streams before each batch of one. So a source that
+    draws from them gives the same on all ranks, and again in a resumed run.
+    """
 
     def __init__(self, loaders: Mapping[str, Any], shares: Shares, stop: str, label: str | None) -> None:
         self._loaders, self._shares, self._stop, self._label = [*loaders.values()], shares, stop, label
+        self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell data sets that shuffle by epoch which one begins."""
-        for loader in self._loaders:
-            told = getattr(getattr(loader, "dataset", loader), "set_epoch", None)
+        """Begin another epoch."""
+        self._epoch = epoch
+
+    def _begin(self, source: int, walk: int) -> Any:
+        """A source whose data set is told that another epoch begins with each walk: some shuffle by it."""
+        loader = self._loaders[source]
+        generator = getattr(loader, "generator", None)
+        if generator is not None:  # it would go on where the last run left it
+            generator.manual_seed(int(torch.randint(1 << 62, ())))
+        for part in (getattr(loader, "sampler", None), getattr(loader, "dataset", loader)):
+            told = getattr(part, "set_epoch", None)
             if told is not None:
-                told(epoch)
+                told(self._epoch + walk * _WALKS)
+        return loader
 
     def __iter__(self) -> Iterator[Any]:
-        def begin(source: int, _: int) -> Any:
-            return self._loaders[source]
-
-        for source, batch in _interleaved(self._shares, self._stop, 0, begin, rows_of):
+        for source, batch in _interleaved(self._shares, self._stop, 0, self._begin, rows_of):
             numbers = torch.full((rows_of(batch),), source)
             yield batch if self._label is None else _labelled(batch, self._label, numbers)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def mix(
@@ -172,11 +204,12 @@ def mix(
 ) -> Any:
     """One loader of several sources, for `fa.shard`. Nothing is read.
 
-    After n draws a source with the share p has had n * p of them, to within one. The order follows from the
-    seed, the epoch, sizes and weights, so a run resumes exactly, on any number of ranks.
+    After n draws a source with the share p has had less than n * p + 1 of them, and with k sources more than
+    n * p - k + 1. The order follows from the seed, the epoch, sizes and weights, so a run resumes exactly, on
+    any number of ranks.
 
     Args:
-        loaders: by name: DataLoaders of map-style data, or, by batches, iterables of batches. Each epoch
+        loaders: by name: DataLoaders of map-style data, or, by batches, also iterables of batches. Each epoch
             begins them anew. One that is shuffled is so each time that it is walked through.
         weights: of the sources, of any sum, or a function of the samples drawn so far that returns them (of
             streams, so far in the epoch). By default the sizes of the data sets.
@@ -184,15 +217,17 @@ def mix(
             (arXiv:2010.11934).
         by: `"rows"` mixes the rows of a batch, `"batches"` takes each batch from one source.
         stop: an epoch ends at the turn of a source that is through: the `"first"` one, or the `"last"` one.
-            Others begin anew.
-        seed: of the shuffling.
+            Others begin anew, and one of weight 0 is not waited for.
+        seed: of the shuffling. With a stream among the sources, that of `fa.shard` counts.
         label: a key under which each row has the number of its source. Items, or batches of streams, are
             dicts.
 
     Returns:
-        A DataLoader with the collate function and the workers of the first one; or an iterable of batches.
+        A DataLoader: with the collate function and the workers of the first one, or over the batches of
+        streams.
 
     Raises:
+        LoaderError: a source is empty, or split between ranks already.
         ArgumentError: weights that fit no source, rows of streams, sizes of batches or collate functions that
             differ, a sampler of another kind, shards in the place of a loader.
 
@@ -206,18 +241,19 @@ def mix(
         require(given in known, f"{option}={given!r}", _WHERE, f"{option} is one of {', '.join(known)}")
     require(temperature > 0, f"temperature={temperature}", _WHERE, "a temperature is above 0")
     require(bool(loaders), "no source", _WHERE, 'fa.data.mix({"web": loader, "code": other})')
-    kinds = {name: classify(loader) for name, loader in loaders.items()}
+    kinds = {name: _kind_of(name, loader) for name, loader in loaders.items()}
     streams = [name for name, kind in kinds.items() if isinstance(kind, Stream)]
     if weights is None and not streams:
         weights = {name: float(len(loaders[name].dataset)) for name in loaders}
     shares = Shares(tuple(loaders), {} if weights is None else weights, temperature)
-    fits = not streams or (by == "batches" and weights is not None and len(streams) == len(kinds))
-    fix = 'by="batches", with weights, and no map-style data beside streams'
+    fits = not streams or (by == "batches" and weights is not None)
+    fix = 'by="batches", with weights'
     require(fits, f"{', '.join(streams)} can only be read in order", _WHERE, fix)
     dead = 0.0 in shares.at(0) and stop == "last" and not callable(weights)
     require(not dead, "a source of weight 0 is never through", _WHERE, 'leave it out; or stop="first"')
     if streams:
-        return _Batches(loaders, shares, stop, label)
+        batches: Any = _Batches(loaders, shares, stop, label)
+        return torch_data.DataLoader(batches, batch_size=None, collate_fn=_unchanged)
     sources = [_with_rows(name, kind) for name, kind in kinds.items()]
     first = sources[0].loader
     for option in ("batch_size", "collate_fn")[by == "batches" :]:
@@ -232,11 +268,24 @@ def mix(
     return torch_data.DataLoader(rows, first.batch_size, sampler=order, drop_last=first.drop_last, **settings)
 
 
+def _kind_of(name: str, loader: Any) -> Indexed | Grouped | Stream:
+    """How a source makes its batches. An error names it."""
+    shared = hasattr(loader, "updates_per_epoch")
+    require(not shared, f"{name} is the result of fa.shard", _WHERE, f"give the loader: {name}.loader")
+    try:
+        return classify(loader)
+    except FnaccelError as error:
+        error.add_note(f"it is the source {name!r} of {_WHERE}")
+        raise
+
+
 def _with_rows(name: str, kind: Any) -> Indexed:
     """A source whose rows a mixture can order. Raises ArgumentError if a sampler of the user's does."""
     stock = torch_data.RandomSampler | torch_data.SequentialSampler
     if isinstance(kind, Indexed) and isinstance(kind.sampler, stock):
-        return kind
+        whole = len(kind.sampler) == len(kind.loader.dataset)
+        if whole and not getattr(kind.sampler, "replacement", False):
+            return kind
     fix = "DataLoader(dataset, batch_size=..., shuffle=True)"
     what = f"{name} has a sampler of its own, and a mixture orders its rows"
     raise ArgumentError(what, where=_WHERE, fix=fix)

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import fnaccel as fa
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, LoaderError
 
 
 class Numbers(Dataset):
@@ -105,6 +105,52 @@ def test_weights_may_follow_the_samples_of_the_run():
     assert sorted(second) == list(range(100, 112))  # the run has drawn 42 samples before
 
 
+def without_d(samples):
+    """Weights by which "d" is furthest behind as its weight becomes 0."""
+    first, rest = {"a": 28, "b": 24, "c": 22, "d": 26}, {"a": 967, "b": 7, "c": 27, "d": 0}
+    return rest if samples else first
+
+
+@pytest.mark.parametrize("stop", ["first", "last"])
+def test_a_source_of_weight_0_gives_nothing_and_is_not_waited_for(stop):
+    with fa.start():
+        found = drawn(fa.data.mix(loaders((12, 2, 2, 12)), weights=without_d, stop=stop))
+    assert set(range(12)) < set(found)
+    assert {200, 201, 100, 101} <= set(found) or stop == "first"
+    assert max(found) < 300
+
+
+def test_epochs_of_a_schedule_have_no_common_length():
+    with fa.start():
+        shards = fa.shard(fa.data.mix(loaders(), weights=half_way))
+        assert [len(list(shards.at(fa.state.Position(epoch)))) for epoch in (0, 1)] == [11, 3]
+        with pytest.raises(LoaderError, match="number of batches in an epoch is not known"):
+            shards.updates_per_epoch()
+
+
+@pytest.mark.parametrize(
+    "weights", [(3, 1, 1, 1, 1, 1), (0.5, 0.2, 0.1, 0.1, 0.05, 0.05), (9, 8, 5, 2, 1, 1)]
+)
+def test_shares_of_many_sources_have_bounds(weights):
+    given = dict(zip("abcdef", weights, strict=True))
+    with fa.start():
+        found = drawn(fa.data.mix(loaders([90] * 6), weights=given, label="source"), key="source")
+    seen = Counter()
+    for count, source in enumerate(found, 1):
+        seen[source] += 1
+        ahead = [seen[at] - count * weight / sum(weights) for at, weight in enumerate(weights)]
+        assert max(ahead) < 1
+        assert min(ahead) > -5
+
+
+def test_settings_of_workers_are_those_of_the_first_source():
+    options = {"num_workers": 1, "prefetch_factor": 7, "multiprocessing_context": "spawn", "timeout": 30}
+    first = DataLoader(Numbers(0, 8), batch_size=4, shuffle=True, **options)
+    mixed = fa.data.mix({"a": first, "b": loaders()["b"]})
+    assert (mixed.prefetch_factor, mixed.timeout) == (7, 30)
+    assert mixed.multiprocessing_context.get_start_method() == "spawn"
+
+
 @pytest.mark.parametrize("kind", [Numbers, Counted])
 def test_batches_are_of_one_source(kind):
     weights = {"a": 3, "b": 1}
@@ -125,6 +171,81 @@ def test_the_last_of_batches_ends_once_all_were_through(kind):
         found = [batch["x"].tolist() for batch in rows(mixed)]
     assert sorted(x for batch in found for x in batch if x < 100) == list(range(40))
     assert sum(batch[0] >= 100 for batch in found) >= 9
+
+
+class Shuffled(Counted):
+    """A stream that draws its order from the global random stream."""
+
+    def __iter__(self):
+        return ({"x": torch.tensor(self.first + at)} for at in torch.randperm(self.count).tolist())
+
+
+class ByEpoch(Counted):
+    """A stream that shuffles by the epoch that it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch))
+        return ({"x": torch.tensor(self.first + at)} for at in order.tolist())
+
+
+def sources_of(kind):
+    """A stream, and map-style data with a generator of its own beside it."""
+    numbers, generator = Numbers(100, 14), torch.Generator().manual_seed(3)
+    beside = DataLoader(numbers, batch_size=4, shuffle=True, generator=generator)
+    return {"a": loaders((30,), kind=kind)["a"], "b": beside}
+
+
+def streamed_mixture(kind, begun):
+    """Such a mixture, after other draws from the global random stream."""
+    torch.manual_seed(begun)
+    mixed = fa.data.mix(sources_of(kind), by="batches", weights={"a": 3, "b": 2}, stop="last")
+    return fa.shard(mixed, seed=5)
+
+
+def resumed(kind, epoch, samples, begun):
+    """What this rank reads of it from a position on, in a process that has read nothing before."""
+    place = fa.state.Position(epoch, samples)
+    return [
+        (batch.first, batch.data["x"][: batch.valid].tolist())
+        for batch in streamed_mixture(kind, begun).at(place)
+    ]
+
+
+@pytest.mark.parametrize("kind", [Shuffled, ByEpoch])
+def test_a_stream_is_resumed_in_its_order_with_map_style_data_beside_it(pools, kind):
+    with fa.start():
+        shards = streamed_mixture(kind, 0)
+        epochs = [
+            [x for batch in shards.at(fa.state.Position(epoch)) for x in batch.data["x"].tolist()]
+            for epoch in (0, 1)
+        ]
+    assert epochs[0] != epochs[1]
+    for order in epochs:
+        a, b = [x for x in order if x < 100], [x for x in order if x >= 100]
+        assert sorted(a) == list(range(30))
+        assert sorted(b[:14]) == list(range(100, 114)) != b[:14]
+        assert b[14:] != b[: len(b) - 14]
+    for ranks, samples in [(1, 10), (2, 0), (2, 12)]:
+        parts = pools.run(ranks, resumed, kind, 1, samples, 7 + ranks)
+        together = [
+            [x for _, part in sorted(each for each in batch if each[1]) for x in part]
+            for batch in itertools.zip_longest(*parts)
+        ]
+        assert [x for batch in together for x in batch] == epochs[1][samples:]
+
+
+def test_a_stream_is_told_another_epoch_for_each_walk():
+    mixed = fa.data.mix(loaders((24, 8), kind=ByEpoch), by="batches", weights={"a": 1, "b": 1}, stop="last")
+    with fa.start():
+        of_b = [[x for x in drawn(mixed, epoch) if x >= 100] for epoch in (0, 1)]
+    walks = [tuple(found[at : at + 8]) for found in of_b for at in (0, 8, 16)]
+    assert all(sorted(walk) == list(range(100, 108)) for walk in walks)
+    assert len(set(walks)) == 6
 
 
 def read_from(kind, by, samples):
@@ -208,6 +329,17 @@ def test_a_mixture_that_can_not_be_raises(options, text):
     assert text in str(error.value)
 
 
+def drawn_with(**options):
+    numbers = Numbers(0, 8)
+    return DataLoader(numbers, batch_size=4, sampler=RandomSampler(numbers, **options))
+
+
+def test_an_empty_source_raises_with_its_name():
+    with pytest.raises(LoaderError, match="holds nothing") as error:
+        fa.data.mix(loaders() | {"c": DataLoader([])})
+    assert error.value.__notes__ == ["it is the source 'c' of fa.data.mix"]
+
+
 def test_sources_that_fit_no_mixture_raise():
     one, stream = loaders(), loaders(kind=Counted)
     own = DataLoader(Numbers(0, 8), batch_size=4, sampler=[0, 1, 2])
@@ -215,12 +347,12 @@ def test_sources_that_fit_no_mixture_raise():
         ({}, {}, "no source"),
         (stream, {"weights": {"a": 1}}, "a, b can only be read in order"),
         (stream, {"by": "batches"}, "can only be read in order"),
-        (
-            {"a": one["a"], "b": stream["b"]},
-            {"by": "batches", "weights": {"a": 1}},
-            "can only be read in order",
-        ),
+        ({"a": one["a"], "b": stream["b"]}, {"weights": {"a": 1}}, "b can only be read in order"),
+        ({"a": one["a"], "b": stream["b"]}, {"by": "batches"}, "b can only be read in order"),
         ({"a": one["a"], "b": own}, {}, "b has a sampler of its own"),
+        ({"a": one["a"], "b": drawn_with(replacement=True)}, {}, "b has a sampler of its own"),
+        ({"a": one["a"], "b": drawn_with(num_samples=3)}, {}, "b has a sampler of its own"),
+        ({"a": fa.shard(one["a"]), "b": one["b"]}, {}, "a is the result of fa.shard"),
         ({"a": one["a"], "b": loaders(batch=2)["b"]}, {}, "batch_size differs"),
     ]:
         with pytest.raises(ArgumentError) as error:

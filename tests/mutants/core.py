@@ -561,4 +561,16 @@ MUTANTS = [
         "weights of a mixture begin anew in each epoch", "data/mixing.py", "self._starts.append(self._starts[-1] + count)", "self._starts.append(0)",
         ("tests/data/test_mixing.py", "-k", "samples_of_the_run"),
     ),
+    Mutant(
+        "a source of weight 0 that is behind gives a row", "data/mixing.py", "max((each for each in range(count) if now[each]), key=", "max(range(count), key=",
+        ("tests/data/test_mixing.py", "-k", "weight_0_gives_nothing"),
+    ),
+    Mutant(
+        "a generator of a source goes on where it was", "data/mixing.py", "            generator.manual_seed(int(torch.randint(1 << 62, ())))\n", "            pass\n",
+        ("tests/data/test_mixing.py", "-k", "in_its_order_with_map_style"),
+    ),
+    Mutant(
+        "a stream that begins again is in the order of the epoch", "data/mixing.py", "told(self._epoch + walk * _WALKS)", "told(self._epoch)",
+        ("tests/data/test_mixing.py", "-k", "another_epoch_for_each_walk"),
+    ),
 ]  # fmt: skip
