@@ -21,6 +21,7 @@ from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World
 
 T = TypeVar("T")
+_VALID = "fa.gather(valid=...)"
 
 
 @every_rank
@@ -67,6 +68,10 @@ def gather(
     if valid is None:
         rows, starts = _even(where, value, leaves, structure, problem, moved), None
     else:
+        if getattr(valid, "shape", ()) != ():  # a mask, such as info.valid
+            raise ArgumentError(
+                "valid is a tensor of rows, and their number is asked for", where=_VALID, fix="valid.sum()"
+            )
         count = operator.index(valid)
         problem = problem or _too_few_rows(value, leaves, count)
         rows, starts = _uneven(where, value, leaves, structure, problem, moved, count)
@@ -172,7 +177,7 @@ def _too_few_rows(value: tree.Tree, leaves: Sequence[torch.Tensor], count: int) 
                 f"{path} has {rows} rows, and valid={count}"
                 if leaf.dim()
                 else f"{path} is 0-d: it has no rows",
-                where="fa.gather(valid=...)",
+                where=_VALID,
                 fix="pass tensors with a first dimension of at least `valid` rows, and valid of 0 or more",
             )
     return None

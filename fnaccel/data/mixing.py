@@ -295,4 +295,5 @@ def _labelled(item: Any, label: str, number: Any) -> dict[str, Any]:
     fix = 'give items such as {"tokens": ..., "labels": ...}, or no label'
     what = f"an item is {type(item).__name__}, and label={label!r} adds a key to dicts"
     require(isinstance(item, dict), what, _WHERE, fix)
+    require(label not in item, f"the items have {label!r} already", f"{_WHERE}(label=)", "another key")
     return {**item, label: number}

@@ -39,7 +39,9 @@ def by_model(optimizer: object, keys: Sequence[str | None]) -> Optimizers:
         alone = list(keys) == [None]
         models = "there is one model, without a key" if alone else f"the models {sorted(map(str, keys))}"
         raise ArgumentError(
-            f"optimizers are keyed {sorted(map(str, named))}, and {models}",
+            f"optimizers are keyed {sorted(map(str, named))}, and {models}"
+            if any(named.values())
+            else "no model has an optimizer",
             where="fa.train_step(optimizer=...)",
             fix="give one optimizer, not a dict; groups= sets options by parameter name"
             if alone

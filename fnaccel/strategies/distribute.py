@@ -54,7 +54,7 @@ def distribute(
         if isinstance(value, str) and isinstance(model, Mapping):
             require(
                 not isinstance(model.get(value, value), str),
-                f"a model is to be a copy of {value!r}, which is not built here",
+                f"a model is to be a copy of {value!r}, which is a copy itself, or no other model",
                 "fa.distribute",
                 'name a model of the dict that is no copy: {"student": GPT, "teacher": "student"}',
             )

@@ -169,6 +169,8 @@ def refused():
     leaf = torch.ones(2, requires_grad=True)
     with pytest.raises(ArgumentError, match=r"In a loss: fa\.gather\(\.\.\., gradient=True\)"):
         fa.gather(leaf * 1)
+    with pytest.raises(ArgumentError, match="valid is a tensor of rows"):
+        fa.gather(leaf * 1, valid=torch.ones(2, dtype=torch.bool), gradient=True)
     with pytest.raises(ArgumentError, match="the max over ranks has no gradient here"):
         fa.reduce(leaf * 1, "max", gradient=True)
     with pytest.raises(RankMismatchError):

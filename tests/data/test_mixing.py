@@ -361,3 +361,5 @@ def test_sources_that_fit_no_mixture_raise():
     tensors = {"a": DataLoader(torch.arange(8), batch_size=4)}
     with fa.start(), pytest.raises(ArgumentError, match="an item is Tensor"):
         rows(fa.data.mix(tensors, label="source"))
+    with fa.start(), pytest.raises(ArgumentError, match="the items have 'x' already"):
+        rows(fa.data.mix(loaders(), label="x"))

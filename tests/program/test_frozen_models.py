@@ -163,6 +163,8 @@ def test_what_a_copy_and_a_teacher_can_not_be():
         for optimizer in ({"student": one, "tutor": None}, {"student": None}, {}):
             with pytest.raises(ArgumentError, match="one optimizer for each model that is trained"):
                 fa.train_step(distilled, model=both, optimizer=optimizer)
+        with pytest.raises(ArgumentError, match="no model has an optimizer"):
+            fa.train_step(distilled, model=both, optimizer={"student": None, "teacher": None})
         with pytest.raises(ArgumentError, match="the teacher 'teacher' has an optimizer"):
             fa.train_step(averaged(distilled), model=both, optimizer=one)
         three = models(student=Plain, teacher="student", other=Plain)
