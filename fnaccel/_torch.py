@@ -81,7 +81,6 @@ foreach_norm: Any = torch._foreach_norm
 foreach_mul_: Any = torch._foreach_mul_
 foreach_div: Any = torch._foreach_div
 foreach_mul: Any = torch._foreach_mul
-foreach_lerp_: Any = torch._foreach_lerp_
 foreach_lerp: Any = torch._foreach_lerp
 foreach_add: Any = torch._foreach_add
 foreach_add_: Any = torch._foreach_add_
@@ -97,6 +96,15 @@ foreach_clamp_max_: Any = torch._foreach_clamp_max_
 def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of a subclass that has no storage of its own. (2.9 to 2.13)"""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
+
+
+def foreach_lerp_(xs: Any, ys: Any, weight: Any) -> None:
+    """Move tensors towards others, by a number or a 0-d tensor. torch would read the tensor on the host."""
+    if isinstance(weight, torch.Tensor):
+        kinds = {(x.dtype, x.device) for x in xs}  # XLA takes weights of the tensor's own dtype only
+        made = {(dtype, device): weight.to(device, dtype) for dtype, device in kinds}
+        weight = [made[x.dtype, x.device] for x in xs]
+    torch._foreach_lerp_(xs, ys, weight)
 
 
 def local_of(value: torch.Tensor) -> torch.Tensor:

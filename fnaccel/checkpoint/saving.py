@@ -185,11 +185,11 @@ def check_same_on_ranks(
         layout = instance.engine.layout
         apart, own = layout.next_whole is not None, layout.of_replicas
         same_at = layout.whole_from(state.step) if apart else state.step
+        fix = f"train on to step {same_at}, after which all ranks hold the same"
         if same_at != state.step and anchor and layout.read_between is not None:
-            _compare(state, ["buffers"], layout, where, instance.transient(), same_at)
+            _compare(state, ["buffers"], layout, where, instance.transient(), fix)
             continue
         if same_at != state.step and (own is None or not between):
-            fix = f"train on to step {same_at}, after which all ranks hold the same"
             raise CheckpointError(
                 f"after step {state.step} each rank holds values of its own, and one rank's would be kept",
                 where=where,
@@ -222,16 +222,24 @@ def _compare(
     layout: Layout,
     where: str,
     made_anew: Collection[str],
-    same_at: int | None = None,
+    fix: str = "",
 ) -> None:
     """Compare the trees of these names between ranks by their checksums, but for buffers made anew.
 
-    `same_at` is a later step after which they are equal, if there is one.
+    `fix` is the way out, if there is a better one than to mend what makes them.
     """
     trees = {name: getattr(state, name) for name in names}
     if made_anew and "buffers" in trees:
         trees["buffers"] = [x for path, x in tree.items(state.buffers) if path not in made_anew]
     found = gather_objects({name: _checksum(x) for name, x in trees.items()}, over=layout.mesh["loss"])
+    mend = (
+        "compute it from values that all ranks hold, such as parameters, averaged gradients and metrics, and "
+        "not from a rank's own loss, clock or random numbers"
+    )
+    mend_apart = (
+        "compute it from what all ranks hold: let Hooks.after_update make state.{} equal in the steps that "
+        "are whole, or mend next_whole"
+    )
     for name in names:
         other = [rank for rank, sums in enumerate(found) if sums[name] != found[0][name]]
         if other:
@@ -239,13 +247,7 @@ def _compare(
                 f"state.{name} differs between ranks (on {ranks_of(other)} of the mesh axis 'loss' from "
                 "rank 0), and one rank's would be kept",
                 where=where,
-                fix=f"train on to step {same_at}, after which all ranks hold the same"
-                if same_at is not None
-                else f"compute it from what all ranks hold: let Hooks.after_update make state.{name} equal "
-                "in the steps that are whole, or mend next_whole"
-                if layout.next_whole is not None
-                else "compute it from values that all ranks hold, such as parameters, averaged gradients and "
-                "metrics, and not from a rank's own loss, clock or random numbers",
+                fix=fix or (mend if layout.next_whole is None else mend_apart.format(name)),
             )
 
 

@@ -69,10 +69,10 @@ def gather(
         rows, starts = _even(where, value, leaves, structure, problem, moved), None
     else:
         if getattr(valid, "shape", ()) != ():  # a mask, such as info.valid
-            raise ArgumentError(
-                "valid is a tensor of rows, and their number is asked for", where=_VALID, fix="valid.sum()"
-            )
-        count = operator.index(valid)
+            what = "valid is a tensor of rows, and their number is asked for"
+            count, problem = 0, ArgumentError(what, where=_VALID, fix="valid.sum()")
+        else:
+            count = operator.index(valid)
         problem = problem or _too_few_rows(value, leaves, count)
         rows, starts = _uneven(where, value, leaves, structure, problem, moved, count)
     if gradient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -107,8 +108,9 @@ class _Rows(torch_data.ConcatDataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         item = super().__getitem__(index)
-        number = sum(end <= index for end in self.cumulative_sizes)
-        return item if self._label is None else _labelled(item, self._label, number)
+        if self._label is None:
+            return item
+        return _labelled(item, self._label, bisect.bisect_right(self.cumulative_sizes, index))
 
 
 class _Order(torch_data.Sampler[Any]):
@@ -131,7 +133,12 @@ class _Order(torch_data.Sampler[Any]):
     def __len__(self) -> int:
         if callable(self._shares.weights):
             raise TypeError("epochs of a mixture differ in length if weights are a function")
-        return sum(1 for _ in self._drawn(self._epoch))
+        return self._length
+
+    @functools.cached_property
+    def _length(self) -> int:
+        """The draws of each epoch: sizes and weights decide, and the seed does not."""
+        return sum(1 for _ in self._drawn(0))
 
     def __iter__(self) -> Iterator[Any]:
         return (keys if self._batches else keys[0] for keys in self._drawn(self._epoch))
@@ -184,8 +191,9 @@ class _Batches(torch_data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for source, batch in _interleaved(self._shares, self._stop, 0, self._begin, rows_of):
-            numbers = torch.full((rows_of(batch),), source)
-            yield batch if self._label is None else _labelled(batch, self._label, numbers)
+            if self._label is not None:
+                batch = _labelled(batch, self._label, torch.full((rows_of(batch),), source))
+            yield batch
 
 
 def _unchanged(batch: Any) -> Any:

@@ -305,7 +305,7 @@ class Updater:
             rates: the rates of each optimizer's groups.
             number: of this update, as `number` makes it.
         """
-        for part, each in zip(self._parts, rates, strict=False):
+        for part, each in zip(self._parts, rates[: len(self._parts)], strict=True):
             if part.not_started:
                 continue
             shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]

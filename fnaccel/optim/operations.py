@@ -245,8 +245,6 @@ class Fast(_Whole):
 
     def lerp_(self, xs: Tensors, ys: Tensors, weight: Any) -> Tensors:
         """See `Operations`."""
-        if isinstance(weight, torch.Tensor):  # it would be read on the host
-            weight = [weight.to(x.dtype) for x in xs]
         _torch.foreach_lerp_(xs, ys, weight)
         return xs
 

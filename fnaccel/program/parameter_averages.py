@@ -132,7 +132,4 @@ def move(
     for flag in (each for each in left_out if isinstance(each, torch.Tensor)):
         pairs = zip(averages, values, strict=True)  # no factor of 0: the buffers may be NaN
         values = [torch.where(flag.to(a.device).bool(), a, value) for a, value in pairs]
-    weight: Any = 1.0 - decay
-    if isinstance(weight, torch.Tensor):
-        weight = [weight.to(average) for average in averages]
-    _torch.foreach_lerp_(averages, values, weight)
+    _torch.foreach_lerp_(averages, values, 1.0 - decay)

@@ -194,10 +194,12 @@ def summary(train_step: TrainStep, depth: int) -> Summary:
     models = layout.model if isinstance(layout.model, dict) else {"": layout.model}
     for key, root in models.items():
         for name, module in root.named_modules():
+            if name.count(".") + bool(name) > depth:
+                continue
             inside = f"{name}." if name else ""
             path = f"{key}/{inside}" if key else inside
             within = {each.removeprefix(path): row for each, row in found.items() if each.startswith(path)}
-            if within and (name.count(".") + bool(name)) <= depth:
+            if within:
                 row = LayerRow(
                     path=path.rstrip("./") or "model",
                     kind=type(module).__name__.removeprefix("FSDP"),

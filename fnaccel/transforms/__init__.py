@@ -25,12 +25,12 @@ from fnaccel.transforms.weighting import with_weight as with_weight
 if TYPE_CHECKING:
     from fnaccel.transforms.float8.record import Float8 as Float8
     from fnaccel.transforms.float8.record import float8_layers as float8_layers
-    from fnaccel.transforms.momentum_teacher import momentum_teacher as momentum_teacher
+    from fnaccel.transforms.teachers import momentum_teacher as momentum_teacher
 else:  # a copy of fnaccel may lack it
     __getattr__, __dir__, __all__ = _lazy.attach(
         __name__,
         {
             "fnaccel.transforms.float8.record": "Float8 float8_layers",
-            "fnaccel.transforms.momentum_teacher": "momentum_teacher",
+            "fnaccel.transforms.teachers": "momentum_teacher",
         },
     )

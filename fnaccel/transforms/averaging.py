@@ -46,12 +46,7 @@ class Ema:
         weight = 1.0 - (info.metrics["ema_decay"] if callable(self.decay) else self.decay)
         if info.skip is not None:
             weight = weight * (1.0 - info.skip)
-        if not isinstance(weight, torch.Tensor):
-            _torch.foreach_lerp_(averages, shards, weight)
-        else:
-            # of each average's dtype: XLA has no other
-            cast = {dtype: weight.to(dtype) for dtype in {average.dtype for average in averages}}
-            _torch.foreach_lerp_(averages, shards, [cast[average.dtype] for average in averages])
+        _torch.foreach_lerp_(averages, shards, weight)
         return state
 
     def next_averages(self, averages: list[torch.Tensor], params: list[torch.Tensor]) -> list[torch.Tensor]:

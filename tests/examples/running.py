@@ -6,11 +6,15 @@ import atexit
 import functools
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+from fnaccel import checkpoint
 from tests.launch.conftest import Ended, Server, Started, buffered
 
 ROOT = Path(__file__).parents[2]
@@ -56,3 +60,15 @@ def result(path, name, *args, ranks=None, strategy="ddp", launch=()):
     flags = ("--strategy", strategy, *launch) if ranks else ()
     run(name, "--json", str(path), *args, ranks=ranks, launch=flags)
     return json.loads(path.read_text())
+
+
+def killed(command, folder):
+    """Start an example that saves, end it by SIGKILL a moment after its first checkpoint, and name the newest step."""
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        end = time.monotonic() + 120
+        while not list(folder.glob("step-*")) and time.monotonic() < end and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, process.stderr.read()
+    return int(checkpoint.latest(folder).name.removeprefix("step-"))

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-import signal
-import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import fnaccel as fa
-from tests.examples.running import ROOT
+from tests.examples.running import killed
 from tests.examples.test_ports import batches, example
 from tests.tiny_models import whole
 
@@ -97,14 +93,7 @@ def test_compiled_and_in_bf16(tmp_path):
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path):
     run = tmp_path / "run"
     command = [sys.executable, "examples/nanogpt.py", *flags(tmp_path, out_dir=run, max_iters=100_000)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        end = time.monotonic() + 120
-        while not list(run.glob("step-*")) and time.monotonic() < end and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(random.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    steps = int(fa.checkpoint.latest(run).name.removeprefix("step-")) + 6
+    steps = killed(command, run) + 6
     with fa.start():
         resumed, values = trained(tmp_path, "local", out_dir=run, max_iters=steps, init_from="resume")
         losses, params = trained(tmp_path, "local", max_iters=steps)

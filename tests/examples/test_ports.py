@@ -10,11 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import random
-import signal
-import subprocess
 import sys
-import time
 from unittest import mock
 
 import pytest
@@ -23,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import fnaccel as fa
 from tests.examples import raw_loops
-from tests.examples.running import ROOT
+from tests.examples.running import ROOT, killed
 from tests.tiny_models import whole
 
 STEPS = 6
@@ -154,14 +150,7 @@ def test_a_captured_port_trains_as_the_eager_one(port):
 def test_a_port_that_was_killed_goes_on_with_the_same_bits(tmp_path, port):
     name, *flags = PORTS[port]
     command = [sys.executable, f"examples/{name}.py", *flags, "--steps", "100000", "--dir", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        end = time.monotonic() + 120
-        while not list(tmp_path.glob("step-*")) and time.monotonic() < end and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(random.uniform(0, 0.2))
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, process.stderr.read()
-    steps = int(fa.checkpoint.latest(tmp_path).name.removeprefix("step-")) + 8
+    steps = killed(command, tmp_path) + 8
     with fa.start():
         resumed, params, _ = trained(port, "local", steps=steps, folder=tmp_path)
         losses, expected, _ = trained(port, "local", steps=steps)

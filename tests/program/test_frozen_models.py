@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -186,3 +189,10 @@ def test_the_plan_shows_a_frozen_model_as_frozen():
     assert "student: adamw" in text
     assert "teacher: " not in text
     assert "teacher/*" in text
+
+
+def test_a_record_of_a_teacher_is_unpickled_before_its_function_is_asked_for():
+    """A module with the name of the function would take its place in the package."""
+    code = "import sys, pickle, fnaccel as fa; pickle.loads(sys.stdin.buffer.read()); fa.transforms.momentum_teacher()"
+    record = pickle.dumps(fa.transforms.momentum_teacher().apply)
+    subprocess.run([sys.executable, "-c", code], input=record, check=True, timeout=60)

@@ -32,7 +32,7 @@ TENANTS = {
     "machines": ["launch/coordinator.py", "launch/elastic.py", "launch/rendezvous.py", "launch/same_job.py", "launch/store.py"],
     "mixtures": ["data/mixing.py"],
     "mlflow": ["track/mlflow.py"],
-    "momentum teacher": ["transforms/momentum_teacher.py"],
+    "momentum teacher": ["transforms/teachers.py"],
     "optimizers of DeepSpeed": ["optim/deepspeed.py"],
     "optimizers in 8 bits": ["optim/quantized.py"],
     "quantize": ["big/quantize"],
