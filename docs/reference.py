@@ -28,7 +28,7 @@ GROUPS = {
         "with_ema", "remat", "transforms.attention", "compile",
     ],
     "Parameters and gradients as values": ["params", "call", "value_and_grad", "perturb", "with_gradient", "per_example", "row_norms", "epsilon", "pure", "program.pure.PureUpdate", "recomputed"],
-    "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "local_sgd", "diloco", "deepspeed", "xla", "world.mesh.Mesh", "layout", "program.parameter_layout.LayoutTable", "program.parameter_layout.ArrayBlocks", "program.parameter_layout.Summary"],
+    "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "pipeline", "local_sgd", "diloco", "deepspeed", "xla", "world.mesh.Mesh", "layout", "program.parameter_layout.LayoutTable", "program.parameter_layout.ArrayBlocks", "program.parameter_layout.Summary"],
     "Estimates": [
         "estimate.training", "estimate.TrainingEstimate", "estimate.Peak", "estimate.choices", "estimate.Choice", "estimate.cheapest", "estimate.inference", "estimate.InferenceEstimate",
         "estimate.least_time", "estimate.Rates", "estimate.LeastTime", "estimate.find_model", "estimate.NamedModel", "estimate.Work", "estimate.LiveStorages",

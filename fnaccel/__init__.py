@@ -8,7 +8,7 @@ Steps and transforms
     chain with_precision accumulate with_weight clip_norm clip_value skip_nonfinite with_ema remat compile
 
 Strategies
-    distribute strategy local ddp fsdp hsdp tensor context local_sgd diloco deepspeed xla
+    distribute strategy local ddp fsdp hsdp tensor context pipeline local_sgd diloco deepspeed xla
 
 Parameters and gradients as values
     params call value_and_grad perturb with_gradient per_example row_norms epsilon
@@ -120,6 +120,7 @@ if TYPE_CHECKING:
     from fnaccel.strategies import strategy as strategy
     from fnaccel.strategies.context import context as context
     from fnaccel.strategies.deepspeed import deepspeed as deepspeed
+    from fnaccel.strategies.pipeline import pipeline as pipeline
     from fnaccel.strategies.replicas import diloco as diloco
     from fnaccel.strategies.replicas import local_sgd as local_sgd
     from fnaccel.strategies.tensor import tensor as tensor
@@ -175,6 +176,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.strategies": "ddp distribute fsdp hsdp local strategy",
             "fnaccel.strategies.context": "context",
             "fnaccel.strategies.deepspeed": "deepspeed",
+            "fnaccel.strategies.pipeline": "pipeline",
             "fnaccel.strategies.replicas": "diloco local_sgd",
             "fnaccel.strategies.tensor": "tensor",
             "fnaccel.strategies.xla": "xla",

@@ -140,6 +140,8 @@ def laid_out_as(like: Any, local: torch.Tensor) -> Any:
     """
     if type(like) is torch.Tensor or not hasattr(like, "placements"):  # what is missing costs 0.3 us
         return local
+    if hasattr(like, "laid_out"):  # a tensor of one stage of a pipeline
+        return like.laid_out(local)
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
 
     kind, old = (local.dtype, local.device), like._local_tensor
@@ -459,6 +461,8 @@ def local_offset(value: Any) -> tuple[int, ...]:
     """The offset of a DTensor's local part in each dimension, also if uneven or empty. (2.13)"""
     from torch.distributed.tensor import _utils  # noqa: PLC0415 - slow to import
 
+    if hasattr(value, "local_offset"):
+        return value.local_offset()
     layout = (value.shape, value.device_mesh, value.placements)
     _, offset = _utils.compute_local_shape_and_global_offset(*layout)
     return tuple(int(start) for start in offset)

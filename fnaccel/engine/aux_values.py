@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,26 +123,37 @@ class Agreement:
 
     Attributes:
         rows: the numbers of rows of the micro-batches of all ranks, that time.
+        empty: aux without values, if some rank has no loss.
     """
 
-    __slots__ = ("_groups", "rows", "seen")
+    __slots__ = ("_groups", "empty", "rows", "seen")
 
     def __init__(self) -> None:
+        self.empty: Any = None
         self.seen: str | None = None
         self._groups: list[dist.ProcessGroup] = []
         self.rows: frozenset[int] = frozenset()
 
-    def check(self, shape: str, group: dist.ProcessGroup, rows: Iterable[int] = ()) -> None:
+    def check(
+        self, shape: str | None, group: dist.ProcessGroup, rows: Iterable[int] = (), empty: Any = None
+    ) -> None:
         """Compare with the other ranks of a group the first time, and with that time afterwards.
+
+        Args:
+            shape: the structure. None on a rank without a loss, which takes what the others have.
+            group: the ranks.
+            rows: of the micro-batches of this rank.
+            empty: aux without values, for ranks without a loss.
 
         Raises:
             LossError: ranks or calls differ. If ranks differ, all ranks raise.
         """
         if group not in self._groups:
-            shapes, counts = zip(*gather_objects((shape, set(rows)), over=group), strict=True)
+            shapes, counts, empties = zip(*gather_objects((shape, set(rows), empty), over=group), strict=True)
             self.rows = frozenset[int]().union(*counts)
-            if len(set(shapes)) > 1:
-                listed = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shapes))
+            self.empty = next((each for each in empties if each is not None), None)
+            if len(set(shapes) - {None}) > 1:
+                listed = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shapes) if text)
                 raise LossError(
                     f"the losses of ranks differ: {listed}",
                     where="the return value of the loss function",
@@ -149,7 +161,7 @@ class Agreement:
                 )
             self._groups.append(group)
             self.seen = shape
-        elif self.seen != shape:
+        elif shape is not None and self.seen != shape:
             raise LossError(
                 f"the loss changed its structure between calls: {shape} after {self.seen}",
                 where="the return value of the loss function",
@@ -340,6 +352,18 @@ class AuxValues(Accumulation):
         """Rows without their graphs."""
         rows: Any = super().rows(leaf)
         return [plain(row) for row in rows] if isinstance(rows, list) else plain(rows)
+
+    def emptied(self) -> AuxValues:
+        """The same leaves without values: what a rank without a loss adds to those of others."""
+        empty = AuxValues(partial_rows=self._partial_rows)
+        if self._structure is not None:
+            kinds = [
+                replace(k, value=k.value[:0]) if isinstance(k, Concat) else k for k in self._structure[0]
+            ]
+            empty._structure, empty._shapes = (kinds, self._structure[1]), self._shapes
+            empty._pairs = [(0.0, 0.0)] * len(self._pairs)
+            empty._concats = [[rows[:0] for rows in each[:1]] for each in self._concats]
+        return empty
 
     @property
     def shape(self) -> str:

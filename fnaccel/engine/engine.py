@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -36,6 +36,7 @@ class Layout:
         model: a module, or a dict of modules, as the loss sees it.
         leaves: the trainable parameters.
         parameters, buffers: by canonical name, as the state shows them.
+        copies: names of parameters that are copies of another rank's, and the canonical names of those.
         shares_buffers: whether all ranks take the first one's buffers after each update.
         next_whole: the first step, from a given one on, after which all ranks of `mesh["loss"]` hold the same
             values. None: after each. States of steps between are not saved or exported.
@@ -51,6 +52,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
     parameters: dict[str, Any]
     buffers: dict[str, torch.Tensor]
+    copies: Mapping[str, str] = attrs.field(factory=dict)
     shares_buffers: bool = True
     next_whole: Callable[[int], int] | None = None
     of_replicas: tuple[str, ...] | None = None
@@ -140,6 +142,8 @@ class Forward:
         backward: differentiates a total.
         capture: how a step can be captured as one graph, or None.
         whole: makes parameters whole for a loss that takes them as values. None if modules hold them whole.
+        stages: over how many ranks the layers lie. If there are several, `run` returns None for a loss that
+            another one computes, and ranks share the totals of an update after the last backward.
     """
 
     run: Callable[..., Any]
@@ -147,9 +151,10 @@ class Forward:
     drive: Drive = in_turn
     sync: Sync = contextlib.nullcontext
     nests: bool = True
-    backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
+    backward: Callable[..., Any] = torch.Tensor.backward
     capture: Capture | None = None
     whole: WholeLeaves | None = None
+    stages: int = 1
 
 
 @attrs.frozen(kw_only=True)

@@ -153,11 +153,12 @@ class Passes:
         self._facts = None if informed is None else inputs.facts(engine.layout.mesh.world.device, informed)
         self._divisor = Divisor(engine, loss, micro_batches, totals, inputs)
 
-    def forward(self, index: int) -> tuple[torch.Tensor, bool]:
+    def forward(self, index: int) -> tuple[torch.Tensor | None, bool]:
         """Run a micro-batch's forward, with the seed of its index.
 
         Returns:
-            The total as it is differentiated, and whether the micro-batch counts: what `backward` takes.
+            The total as it is differentiated, and whether the micro-batch counts: what `backward` takes. The
+            total is None if another rank computes the loss.
         """
         engine, micro_batch, given = self._engine, self._micro_batches[index], self._inputs.given
         if self._open and not engine.forward.nests:
@@ -179,6 +180,8 @@ class Passes:
             total = engine.forward.run(read, micro_batch.data)
         else:
             total = given.within(lambda: engine.forward.run(read, micro_batch.data, given.models))
+        if total is None:
+            return None, counts
         check_attached(total, self._loss.where)
         if first is not None and first.grad is not before:
             raise gradients_changed(self._loss.where)
@@ -192,13 +195,16 @@ class Passes:
             loss.check.take(parts, loss.where, None if loss.weight_fn is None else totals.weight_of(index))
         return totals.take(parts, self._micro_batches[index].valid)
 
-    def backward(self, index: int, after_forward: tuple[torch.Tensor, bool]) -> None:
+    def backward(self, index: int, after_forward: tuple[torch.Tensor | None, bool]) -> None:
         """Differentiate a micro-batch's total. `after_forward` is what its `forward` returned."""
         engine, totals = self._engine, self._totals
         total, counts = after_forward
         enter("backward", index)
         self._open -= 1
-        if len(totals.rows) == len(self._micro_batches):
+        if total is None:
+            engine.forward.backward(total)
+            return
+        if len(totals.rows) == len(self._micro_batches) and engine.forward.stages == 1:
             totals.send()  # overlaps with the backward pass
         total = self._divisor.before_backward(total)
         if counts:
@@ -237,6 +243,8 @@ class Passes:
         if engine.runtime.bound is None and (not grads or grads[0] is None):
             check_reached(grads, loss.where)
         divisor = self._divisor
+        if engine.forward.stages > 1:
+            totals.send()
         if not divisor.waits_for_weight:
             totals.wait()
         if totals.weighted is False:
@@ -284,7 +292,8 @@ class Divisor:
     ) -> None:
         self._engine, self._totals = engine, totals
         weight_fn, scale, mesh = loss.weight_fn, inputs.scale, engine.layout.mesh
-        self.waits_for_weight = inputs.backward_hooks and weight_fn is None and len(micro_batches) == 1
+        alone = len(micro_batches) == 1 and engine.forward.stages == 1
+        self.waits_for_weight = inputs.backward_hooks and weight_fn is None and alone
         # N comes after it if hooks look on: they are to see the gradients that they would see on one rank
         self._unseen = mesh.gradient_size if inputs.backward_hooks else 1
         self.after = None if weight_fn is None and not self.waits_for_weight else float(self._unseen)

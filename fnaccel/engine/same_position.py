@@ -27,7 +27,7 @@ _CODE_MODULUS = 1_048_573  # a prime: squares of 8,192 ranks add up exactly. Cod
 
 def same_position(mesh: Mesh, told: deque[str]) -> SamePosition | None:
     """The comparison for the ranks that share the totals of a step. None on a single rank."""
-    group = mesh.group("loss")
+    group = mesh.group("totals")
     # the collectives of a simulated world move nothing
     return None if group is None or mesh.world.backend == "fake" else SamePosition(told)
 

@@ -58,6 +58,7 @@ class Totals:
         partial_rows: whether each rank has a part of each row. Then aux may hold no `fa.Concat`.
         apart: the mesh, if it has replicas that train apart.
         by_rows: whether the weight of a replica is the mean of theirs, so that each row counts the same.
+        stages: how many ranks run layers of one model. One of them has the loss.
 
     Attributes:
         rows: those of each micro-batch so far, 0 of a filler.
@@ -69,7 +70,7 @@ class Totals:
 
     __slots__ = (
         "_agreement", "_apart", "_aux", "_by_rows", "_device", "_dtype", "_group", "_known", "_questions",
-        "_sent", "_total", "averaged_weight", "counts", "rows", "weight", "weighted",
+        "_sent", "_stages", "_total", "averaged_weight", "counts", "rows", "weight", "weighted",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +83,7 @@ class Totals:
         partial_rows: bool = False,
         apart: Mesh | None = None,
         by_rows: bool = False,
+        stages: int = 1,
     ) -> None:
         self._group = group
         self._agreement = agreement
@@ -89,6 +91,7 @@ class Totals:
         self._device = device
         self._apart = apart
         self._by_rows = by_rows
+        self._stages = stages
         self._total: Any = 0.0
         self._aux = AuxValues(partial_rows=partial_rows)
         self._sent: tuple[torch.Tensor, Any] | None = None
@@ -105,6 +108,8 @@ class Totals:
         self._known = weights
         own: Any = sum(weights[1:], start=weights[0])
         self.weight = self._added(own, self._group)
+        if self._stages > 1:  # each of them has added it
+            self.weight = self.weight / self._stages
         self._weigh_replica(own)
 
     def _weigh_replica(self, own: Any) -> None:
@@ -114,7 +119,9 @@ class Totals:
         elif self._by_rows:
             self.averaged_weight = self.weight * (self._apart.gradient_size / self._apart.loss_size)
         else:
-            self.averaged_weight = self._added(own, self._apart.group("gradient"))
+            # stages without a loss have no weight, unless it comes from the batch
+            axis = "replica" if self._known is None else "gradient"
+            self.averaged_weight = self._added(own, self._apart.group(axis))
 
     def _added(self, weight: Any, group: dist.ProcessGroup | None) -> Any:
         """A weight added over ranks."""
@@ -175,12 +182,25 @@ class Totals:
         """Start the all-reduce of all totals, once. Nothing to do on a single rank."""
         if self._group is None or self._sent is not None:
             return
-        self._agreement.check(structure(self._aux, self.weighted), self._group, self.rows)
+        self._agree(self._group)
         weight = self.weight if self._known is None else 0.0
         if self._known is None and self._apart is not None:
             self._weigh_replica(weight)
         vector = packed([self._total, weight, *self.numbers, *self._aux.values], self._device)
         self._sent = vector, dist.all_reduce(vector, group=self._group, async_op=True)
+
+    def _agree(self, group: dist.ProcessGroup) -> None:
+        """Compare the structure of the loss with that of other ranks. A rank without a loss takes theirs."""
+        own = structure(self._aux, self.weighted)
+        if self._stages == 1:
+            self._agreement.check(own, group, self.rows)
+        elif self.rows:
+            self._agreement.check(own, group, self.rows, (self._aux.emptied(), self._dtype))
+        else:
+            self._agreement.check(None, group)
+            if self._agreement.empty is not None:  # in a simulated world nobody has a loss
+                aux, self._dtype = self._agreement.empty
+                self._aux = aux.emptied()
 
     def wait(self) -> None:
         """Wait for the all-reduce and take the global sums.

@@ -115,6 +115,7 @@ class Built:
         prebuilt: whether a built module was given, whose values may differ between ranks.
         units: by key, the units of fsdp if they were found before an axis changed the modules.
         cuts: by canonical name, how an axis cut a parameter of which the modules have this rank's part.
+        copies: names of parameters that are copies of another rank's, and the canonical names of those.
         patched: the layers whose forward an axis patched.
     """
 
@@ -124,6 +125,7 @@ class Built:
     empty: bool = False
     prebuilt: bool = False
     cuts: dict[str, Cut] = attrs.field(factory=dict)
+    copies: dict[str, str] = attrs.field(factory=dict)
     patched: list[nn.Module] = attrs.field(factory=list)
     units: dict[str | None, NamedUnits] = attrs.field(factory=dict)
 
@@ -135,10 +137,16 @@ class Built:
         seen: set[int] = set()
         for key, module in self.modules.items():
             for name, value in getattr(module, f"named_{what}")():
-                if id(value) in seen:
+                if id(value) in seen or name in self.copies:
                     continue
                 seen.add(id(value))
                 yield (name if key is None else f"{key}/{name}"), value
+
+    def held(self) -> Iterator[tuple[str, Any]]:
+        """(name, parameter) of those that the modules compute with: copies of another rank's, too."""
+        yield from self.named("parameters")
+        for name in self.copies:
+            yield name, self.model.get_parameter(name)
 
 
 def construct(model: object, seed: int, *, empty: bool = False) -> Built:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from torch import nn
 
+Place = torch.device | str | int | Callable[[Any], Any]
+
 
 @contextlib.contextmanager
-def making(
-    parameters: torch.device | str | int, buffers: torch.device | str | int | None = None
-) -> Generator[None]:
+def making(parameters: Place, buffers: Place | None = None) -> Generator[None]:
     """Send what modules register to a device, while the body runs. Other threads build as before.
 
     A tensor that is registered under two names stays one tensor.
 
     Args:
-        parameters: the device for parameters.
+        parameters: the device for parameters, or a function that returns the parameter in the place of one.
         buffers: the device for buffers. None leaves them where they are made.
     """
     entered = _Making(parameters, buffers)
@@ -38,9 +38,7 @@ class _Making:
     It holds the originals, so that no other tensor gets the `id` of one.
     """
 
-    def __init__(
-        self, parameters: torch.device | str | int, buffers: torch.device | str | int | None
-    ) -> None:
+    def __init__(self, parameters: Place, buffers: Place | None) -> None:
         self.parameters, self.buffers = parameters, buffers
         self.moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -91,11 +89,11 @@ def _registers(register_parameter: Any, register_buffer: Any) -> tuple[Any, Any]
     return parameter, buffer
 
 
-def _on(value: Any, device: torch.device | str | int, moved: dict[int, tuple[Any, Any]]) -> Any:
-    """A parameter or buffer on a device. The same one if it was moved before."""
+def _on(value: Any, place: Place, moved: dict[int, tuple[Any, Any]]) -> Any:
+    """A parameter or buffer in its place. The same one if it was moved before."""
     if id(value) not in moved:
-        placed = value.to(device)
-        if placed is not value and isinstance(value, nn.Parameter):
+        placed = place(value) if callable(place) else value.to(place)
+        if placed is not value and isinstance(value, nn.Parameter) and not callable(place):
             placed = type(value)(placed, requires_grad=value.requires_grad)
         moved[id(value)] = value, placed
         moved[id(placed)] = placed, placed

@@ -325,7 +325,7 @@ def copied_slots(cls: type[Any], group: Group) -> dict[int, list[str]]:
     Found on tensors of at most 2 elements in each dimension. Without weight decay and gradient nothing but a
     copy has the value of the parameter.
     """
-    probes = {member.index: _small(member.leaf.param, 0.0) for member in group.members}
+    probes = {member.index: _small(member.leaf, 0.0) for member in group.members}
     with _explained(cls, [group]):
         slots = _slots_of(cls, group, probes, {"weight_decay": 0.0})
     return {
@@ -343,7 +343,7 @@ def kept_numbers(cls: type[Any], group: Group) -> dict[str, tuple[type, float]]:
     Raises:
         CapabilityError: the update changes something else in the group, which no state holds.
     """
-    probes = {m.index: _small(m.leaf.param, 1.0) for m in group.members}
+    probes = {m.index: _small(m.leaf, 1.0) for m in group.members}
     with _explained(cls, [group]):
         probe = _make(cls, [group], probes)
         (options,) = probe.param_groups
@@ -369,9 +369,9 @@ def kept_numbers(cls: type[Any], group: Group) -> dict[str, tuple[type, float]]:
     return dict(sorted(numbers.items()))
 
 
-def _small(param: Any, grad: float) -> torch.nn.Parameter:
+def _small(leaf: Leaf, grad: float) -> torch.nn.Parameter:
     """A tensor of at most 2 elements in each dimension, with a gradient."""
-    sizes = [min(size, 2) for size in param.shape]
+    param, sizes = leaf.param, [min(size, 2) for size in leaf.shown.shape]
     small = torch.nn.Parameter(torch.full(sizes, _PROBED, dtype=param.dtype, device=param.device))
     small.grad = torch.full_like(small, grad)
     return small

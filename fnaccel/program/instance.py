@@ -112,7 +112,7 @@ class Instance:
         world = mesh.world
         self.autocast_device = lowered.autocast_device(world.device)
         self.streams = [] if spec.rng == "stream" else generators_of(world.device)
-        self._device, self._group = world.device, mesh.group("loss")
+        self._device, self._group = world.device, mesh.group("totals")
         self._partial_rows = mesh.partial_rows
         self._apart = mesh if mesh.replicas_apart else None
         axes = [axis for axis in spec.strategy.axes if not axis.averages]
@@ -283,7 +283,7 @@ class Instance:
             learned.source = cut.batch.source
         if self._at_averages:
             self.alone = self.engine.layout.whole_from(state.step + 1) != state.step + 1
-            self._group = self.engine.layout.mesh.group("gradient" if self.alone else "loss")
+            self._group = self.engine.layout.mesh.group("replica" if self.alone else "totals")
         if self.same_position is not None:
             self.same_position.begin(None if cut.batch is None else cut.batch.position, self._group)
         self.module_modes.train()
@@ -331,6 +331,7 @@ class Instance:
             partial_rows=self._partial_rows,
             apart=None if self.alone else self._apart,
             by_rows=self._by_rows,
+            stages=engine.forward.stages,
         )
 
     def drawing(self, root: int, step: int) -> contextlib.AbstractContextManager[None]:

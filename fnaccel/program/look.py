@@ -59,7 +59,7 @@ def _look(engine: Engine, fn: Callable[..., Any], *args: Any) -> Any:
 
 def _look_whole(engine: Engine, fn: Callable[..., Any], *args: Any) -> Any:
     _meet_to_look(engine)
-    with torch.no_grad(), whole_parameters(engine.layout.model, engine.layout.parameters):
+    with torch.no_grad(), whole_parameters(engine.layout):
         return fn(engine.layout.model, *args)
 
 

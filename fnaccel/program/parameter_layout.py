@@ -322,7 +322,9 @@ def _axes(value: Any) -> str:
         return "placed by XLA"
     names = value.device_mesh.mesh_dim_names if hasattr(value, "placements") else ()
     cuts = [
-        f"dim {placement.dim} over {name}"
+        placement.along(name)  # a tensor of one stage
+        if hasattr(placement, "along")
+        else f"dim {placement.dim} over {name}"
         + (f" ({_matrices(placement)} matrices)" if _matrices(placement) > 1 else "")
         for placement, name in zip(getattr(value, "placements", ()), names, strict=True)
         if not placement.is_replicate()
@@ -354,6 +356,10 @@ def _boxes(value: Any, coordinate: Sequence[int]) -> list[tuple[Interval, ...]]:
     """The blocks at one place of the mesh: one, or one of each packed matrix."""
     intervals: list[list[Interval]] = [[(0, size)] for size in value.shape]
     for placement, place, size in zip(value.placements, coordinate, value.device_mesh.shape, strict=True):
+        if hasattr(placement, "along"):  # one stage has all of it
+            if place != placement.rank:
+                return []
+            continue
         if placement.is_replicate():
             continue
         parts: list[Interval] = []

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fnaccel import _torch, tree
-from fnaccel.engine.engine import Engine
+from fnaccel.engine.engine import Engine, Layout
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CapabilityError
 from fnaccel.models.parameter_values import Access
@@ -21,20 +21,18 @@ _WHOLE_AXES = ("dp_replicate", "dp_shard")
 """Axes along which ranks compute with the whole model."""
 
 
-def whole_parameters(
-    model: nn.Module, parameters: Mapping[str, Any]
-) -> contextlib.AbstractContextManager[None]:
+def whole_parameters(layout: Layout) -> contextlib.AbstractContextManager[None]:
     """In the body the parameters of a model are whole, ordinary tensors. Every rank must enter it.
 
     A forward in the body gathers its units as always, and leaves their parts behind.
 
     Args:
-        model: a module, or a dict of modules.
-        parameters: the parameters by canonical name, as a state shows them.
+        layout: the modules, and their parameters as a state shows them.
 
     Raises:
         CapabilityError: a runtime keeps the parameters, so that they can't be shown in the modules.
     """
+    model, parameters = layout.model, layout.parameters
     if any(isinstance(value, Remote) for value in parameters.values()):
         raise CapabilityError(
             "the runtime keeps the parameters in parts of its own",
@@ -43,7 +41,7 @@ def whole_parameters(
         )
     roots = model if isinstance(model, dict) else {"": model}
     shown = {
-        id(param): parameters.get(f"{key}/{name}" if key else name)
+        id(param): parameters.get(f"{key}/{name}" if key else layout.copies.get(name, name))
         for key, root in roots.items()
         for name, param in root.named_parameters()
     }
@@ -57,10 +55,10 @@ def whole_parameters(
     ]
     whole: dict[int, nn.Parameter] = {}  # by identity, so that tied parameters stay tied
     for _, _, param in slots:
-        if id(param) not in whole:
-            full = tree.whole(shown[id(param)])
-            whole[id(param)] = mark_whole(nn.Parameter(full, requires_grad=param.requires_grad))
-    return _Shown([(slot, name, param, whole[id(param)]) for slot, name, param in slots])
+        value = shown[id(param)]
+        if id(value) not in whole:
+            whole[id(value)] = mark_whole(nn.Parameter(tree.whole(value), requires_grad=param.requires_grad))
+    return _Shown([(slot, name, param, whole[id(shown[id(param)])]) for slot, name, param in slots])
 
 
 class _Shown(Swapped):

@@ -14,7 +14,7 @@ from fnaccel.step.settings import Settings
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.runtime import Delegation
 from fnaccel.strategies.strategy import Axis, Strategy
-from fnaccel.world.mesh import Mesh
+from fnaccel.world.mesh import AXES, Mesh
 
 
 @attrs.frozen(kw_only=True)
@@ -86,9 +86,9 @@ def finishing_axis(strategy: Strategy) -> Any:
             )
     if not finishing:
         return None
-    for axis in finishing:
-        if _finishers[type(axis)][1] is None:
-            return axis
+    around = [axis for axis in finishing if _finishers[type(axis)][1] is None]
+    if around:  # the stages of a pipeline are within each replica of those that train apart
+        return max(around, key=lambda axis: AXES.index(axis.mesh_axis) if axis.mesh_axis in AXES else -1)
     for axis in finishing:
         taken = [other for other in finishing if type(other) is not type(axis)]
         if all(type(other) in (_finishers[type(axis)][1] or ()) for other in taken):

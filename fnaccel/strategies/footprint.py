@@ -53,6 +53,10 @@ class Placed:
     trained: bool
     unit: str
 
+    def elsewhere(self) -> Placed:
+        """The parameter on a rank that has other layers."""
+        return attrs.evolve(self, cut=(0, *self.cut[1:]), part=(0, *self.part[1:]))
+
     def bytes_of(self, shape: tuple[int, ...]) -> int:
         """The bytes of one of its shapes."""
         return math.prod(shape) * self.dtype.itemsize
@@ -106,6 +110,20 @@ class Talks(Protocol):
 
 
 @runtime_checkable
+class HasStages(Protocol):
+    """An axis whose ranks have other layers."""
+
+    def stages(self, built: Built, size: int) -> tuple[Mapping[str, int], tuple[str, ...]]:
+        """The stages over `size` ranks. Changes nothing.
+
+        Returns:
+            By canonical name, the rank that keeps a parameter. One without dimensions is on all ranks. And a
+            line of text for each stage.
+        """
+        ...
+
+
+@runtime_checkable
 class TrainsApart(Protocol):
     """An axis whose ranks train apart, and average after some steps."""
 
@@ -129,6 +147,7 @@ class Footprint:
         placed: the parameters.
         slots: bytes of the optimizer's slots, or None if its slots are made by running it.
         traffic: the collectives.
+        stages: a line for each stage of a pipeline.
 
     Example:
         >>> sizes = fa.strategies.footprint(GPT, "ddp(4)", 4)
@@ -140,6 +159,7 @@ class Footprint:
     placed: tuple[Placed, ...]
     slots: int | None
     traffic: tuple[Traffic, ...]
+    stages: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -174,6 +194,7 @@ class Footprint:
             lines.append(f"    gathered    {size_of(self.largest_unit)} (the largest unit)")
         lines.append("  collectives:" if self.traffic else "  no collectives")
         lines += [f"    {each.axis:<13}{each}" for each in self.traffic]
+        lines += [f"  {stage}" for stage in self.stages]
         units = dict.fromkeys(each.unit or "the root" for each in self.placed)
         if len(units) > 1:
             lines.append(f"  units: {', '.join(units)}")
@@ -250,12 +271,16 @@ def footprint_of(
     """
     cuts: dict[str, Cut] = {}
     talks: list[Traffic] = []
+    away, lines = frozenset[str](), tuple[str, ...]()
     for axis in axes.axes:
         size = degrees.get(axis.mesh_axis, 1)
         if isinstance(axis, CutsParameters) and size > 1:
             cuts.update(axis.cuts(built, size))
         if isinstance(axis, Talks) and size > 1:
             talks += axis.traffic(built, size)
+        if isinstance(axis, HasStages) and size > 1:
+            homes, lines = axis.stages(built, size)
+            away = _away(built, homes)
     fsdp = next((axis for axis in axes.axes if isinstance(axis, Fsdp)), None)
     dims = {} if fsdp is None else shard_dims(built, degrees, fsdp, cuts)
     owners = {} if fsdp is None else owners_of(built, fsdp)
@@ -263,6 +288,7 @@ def footprint_of(
         _placed(name, param, cuts.get(name), degrees, dims.get(name), owners.get(id(param), (0, ""))[1])
         for name, param in built.named("parameters")
     )
+    placed = tuple(each.elsewhere() if each.name in away else each for each in placed)
     slots = 0 if optimizer is None else _slots_of(built, placed, optimizer)
     held, trained = slots, sum(each.bytes_of(each.part) for each in placed if each.trained)
     for axis in axes.axes:
@@ -270,7 +296,17 @@ def footprint_of(
             held = slots + axis.held(trained)
             talks += axis.averages_of(trained, slots) if degrees[axis.mesh_axis] > 1 else []
     traffic = (*talks, *_data_parallel(placed, axes, degrees, fsdp))
-    return Footprint(layout=layout, placed=placed, slots=held, traffic=traffic)
+    return Footprint(layout=layout, placed=placed, slots=held, traffic=traffic, stages=lines)
+
+
+def _away(built: Built, homes: Mapping[str, int]) -> frozenset[str]:
+    """The names of the parameters that the rank with the largest part does not keep."""
+    sizes = dict.fromkeys(homes.values(), 0)
+    named = dict(built.named("parameters"))
+    for name, param in named.items():
+        sizes[homes[name]] += param.nbytes
+    largest = max(sizes, key=lambda home: sizes[home])
+    return frozenset(name for name, param in named.items() if param.dim() and homes[name] != largest)
 
 
 def _placed(
@@ -318,6 +354,7 @@ def _slots_of(built: Built, placed: tuple[Placed, ...], optimizer: object) -> in
 def _data_parallel(
     placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[str, int], fsdp: Fsdp | None
 ) -> list[Traffic]:
+    placed = tuple(each for each in placed if math.prod(each.part))
     trained = [each for each in placed if each.trained]
     grads = sum(each.bytes_of(each.part) for each in trained)
     averaging = [axis for axis in LOSS_AXES if axis not in axes.apart()]

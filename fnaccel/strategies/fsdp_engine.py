@@ -60,7 +60,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     if options.init != "seeded":
         _fill(built, mesh, options, values)
     # after `_fill`, which makes other parameters. FSDP2 does not move those that stay whole
-    whole = [param for name, param in built.named("parameters") if dims[name] is None]
+    whole = [param for name, param in built.held() if dims[name] is None]
     for param in whole:
         param.data = param.data.to(mesh.world.device)
     host: Any = built.host
@@ -105,7 +105,7 @@ def shard(built: Built, build: Build, options: Fsdp, dims: Mapping[str, int | No
     Raises:
         CapabilityError: FSDP2 can't shard a parameter, or a parameter is in two units.
     """
-    whole = {param for name, param in built.named("parameters") if dims[name] is None}
+    whole = {param for name, param in built.held() if dims[name] is None}
     _check_parameters(built, whole, build)
     try:
         _shard(built, build, options, whole, dims)
@@ -184,7 +184,7 @@ def _shard(
         "ignored_params": ignored or None,
     }
     if any(dims.values()):
-        placements = {id(p): Shard(dims[name] or 0) for name, p in built.named("parameters")}
+        placements = {id(p): Shard(dims[name] or 0) for name, p in built.held()}
         shared["shard_placement_fn"] = lambda p: placements[id(p)]
     if options.offload:
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.world.device.type != "cpu")

@@ -40,7 +40,7 @@ class GatherOrder:
     def __init__(self, built: Built, mesh: Mesh) -> None:
         self._world = mesh.world
         self._forwards = 0
-        self._order = self._world.same_order()
+        self._order = self._world.same_order(mesh.coordinate("pp"), mesh.degrees.get("pp", 1))
         self.open = self._order is not None
         self.told: deque[str] = deque(maxlen=_REMEMBERED)
         self._ends: list[Callable[[], None]] = []

@@ -60,7 +60,7 @@ def _check_copies(built: Built, mesh: Mesh, axis: str = "tp") -> None:
     Raises:
         CapabilityError: they differ. The copies would drift apart.
     """
-    group = mesh.group(axis)
+    group = mesh.group(axis) if axis in mesh.degrees else None
     whole = {name: param for name, param in built.named("parameters") if name not in built.cuts}
     grads = {name: _torch.local_of(param.grad) for name, param in whole.items() if param.grad is not None}
     if group is None or not grads:

@@ -86,7 +86,9 @@ def shard_dims(
         if experts or (padding >= _PADDING and saved[shape] > _SAVED * total):
             dims[name] = dim
     dims |= _asked_dims(options.dims, shapes, cuts, shards)
-    return dims | dict.fromkeys(_ignored(options.ignore, named))
+    dims |= dict.fromkeys(_ignored(options.ignore, named))
+    dims |= {copy: dims[name] for copy, name in built.copies.items()}
+    return dims | dict.fromkeys(name for name, param in named.items() if not param.numel())
 
 
 def owners_of(built: Built, options: Fsdp) -> dict[int, tuple[int, str]]:

@@ -175,6 +175,7 @@ _LATE = {
     "deepspeed": "deepspeed",
     "diloco": "replicas",
     "local_sgd": "replicas",
+    "pipeline": "pipeline",
     "tensor": "tensor",
     "xla": "xla",
 }

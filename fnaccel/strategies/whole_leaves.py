@@ -274,6 +274,8 @@ def _units_of(built: Built, mesh: Mesh) -> list[Unit]:
             kinds: dict[tuple[torch.dtype, bool], list[Piece]] = {}
             for each in group.fsdp_params:
                 param = each.sharded_param
+                if id(param) not in names:  # a copy of another stage's
+                    continue
                 name, dim = names[id(param)], each.fsdp_placement.dim
                 chunk = -(-param.shape[dim] // size)
                 local = _torch.local_of(param).detach()

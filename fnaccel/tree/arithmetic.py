@@ -207,13 +207,10 @@ def _in_one_layout(tensors: tuple[Any, ...], where: str) -> tuple[Any, ...]:
         )
     like = next((x for x in tensors if hasattr(x, "placements")), None)
     if like is not None:
-        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
-
-        where_to = like.device_mesh, like.placements
-        tensors = tuple(
-            x if hasattr(x, "placements") else distribute_tensor(x, *where_to, src_data_rank=None)
-            for x in tensors
-        )
+        lay_out = getattr(like, "of_whole", None) or functools.partial(
+            _part_of, like
+        )  # on one stage, or a DTensor
+        tensors = tuple(x if hasattr(x, "placements") else lay_out(x) for x in tensors)
     layouts = [getattr(x, "placements", None) for x in tensors]
     if any(each != layouts[0] for each in layouts) or any(p.is_partial() for p in layouts[0] or ()):
         raise ArgumentError(
@@ -222,6 +219,13 @@ def _in_one_layout(tensors: tuple[Any, ...], where: str) -> tuple[Any, ...]:
             fix="bring them into one: fa.tree.map(fa.tree.whole, tree), or value.redistribute(...)",
         )
     return tensors
+
+
+def _part_of(like: Any, whole: torch.Tensor) -> torch.Tensor:
+    """A DTensor with the layout of another one, of values that each rank has whole."""
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 _WHOLE = None, 1

@@ -1,10 +1,12 @@
 """Axis arithmetic: from the degrees of a strategy and a number of ranks to a mesh of ranks.
 
-Axes are named as torchtitan names them. Five are derived. Rows are split over `batch`: `dp_replicate` and
-`dp_shard` together. With `cp`, along which ranks have parts of each sequence, they are `loss`: totals and
-weights are added over it. Gradients are averaged over `gradient`, which is `loss` but for axes whose ranks
-train apart. `dp_shard` and `cp` are `shard`, for parameters. With `tp`, along which parameters are cut, they
-are `model`: its ranks together hold the whole model, in parts.
+Axes are named as torchtitan names them. Seven are derived. Rows are split over `batch`: `dp_replicate` and
+`dp_shard` together. With `cp`, along which ranks have parts of each sequence, they are `loss`: weights are
+added over it. Gradients are averaged over `gradient`, which is `loss` but for axes whose ranks train apart.
+`dp_shard` and `cp` are `shard`, for parameters. With `tp`, along which parameters are cut, and `pp`, along
+which ranks have other layers, they are `model`: its ranks together hold the whole model, in parts. `loss`
+with `pp` is `totals`, over which the totals of an update are added, and `replica` is that but for axes whose
+ranks train apart.
 """
 
 from __future__ import annotations
@@ -35,17 +37,25 @@ LOSS_AXES = (*BATCH_AXES, "cp")
 SHARD_AXES = ("dp_shard", "cp")
 """The axes over which parameters are sharded: ranks with parts of one sequence share the shards, too."""
 
-MODEL_AXES = (*SHARD_AXES, "tp")
+TOTAL_AXES = ("pp", *LOSS_AXES)
+"""The axes over which ranks share the totals of an update: stages without a loss have none of their own."""
+
+MODEL_AXES = ("pp", *SHARD_AXES, "tp")
 """The axes along which ranks may hold different parts of the model."""
 
 DERIVED = {
     "batch": BATCH_AXES,
     "loss": LOSS_AXES,
+    "totals": TOTAL_AXES,
+    "replica": TOTAL_AXES,
     "gradient": LOSS_AXES,
     "shard": SHARD_AXES,
     "model": MODEL_AXES,
 }
-"""Names that stand for several axes together. "gradient" is without axes that train apart: `Mesh.axes_of`."""
+"""Names that stand for several axes together. `Mesh.axes_of` leaves axes that train apart out of two."""
+
+_WITHIN = ("gradient", "replica")
+"""Those two."""
 
 
 def resolve(degrees: Sequence[tuple[str, int]], size: int, described: str) -> dict[str, int]:
@@ -214,7 +224,7 @@ class Mesh:
     def axes_of(self, axis: str) -> tuple[str, ...] | None:
         """The axes that a derived name stands for. None if it is none."""
         axes = DERIVED.get(axis)
-        return tuple(x for x in axes if x not in self.apart) if axis == "gradient" and axes else axes
+        return tuple(x for x in axes if x not in self.apart) if axis in _WITHIN and axes else axes
 
     def _rank(self, axes: Sequence[str]) -> int:
         rank = 0

@@ -130,13 +130,17 @@ class Swapped(ABC):
 
 
 class StreamStates:
-    """The states of random streams at this moment, to go back to."""
+    """The states of random streams at this moment, to go back to. Or other states, to go to.
 
-    __slots__ = ("_states", "_streams")
+    Attributes:
+        states: one of each stream.
+    """
 
-    def __init__(self, streams: Sequence[Any]) -> None:
+    __slots__ = ("_streams", "states")
+
+    def __init__(self, streams: Sequence[Any], states: Sequence[torch.Tensor] | None = None) -> None:
         self._streams = streams
-        self._states = list(map(methodcaller("get_state"), streams))
+        self.states = list(map(methodcaller("get_state"), streams)) if states is None else states
 
     @classmethod
     def of(cls, device: torch.device) -> StreamStates:
@@ -150,12 +154,12 @@ class StreamStates:
 
     def moved(self) -> bool:
         """Whether numbers were drawn since then."""
-        pairs = zip(self._streams, self._states, strict=True)
+        pairs = zip(self._streams, self.states, strict=True)
         return any(not torch.equal(stream.get_state(), state) for stream, state in pairs)
 
     def put_back(self) -> None:
         """Let the streams go on from there."""
-        for stream, state in zip(self._streams, self._states, strict=True):
+        for stream, state in zip(self._streams, self.states, strict=True):
             stream.set_state(state)
 
 

@@ -180,14 +180,14 @@ class Watcher:
         except RuntimeError:  # the rank that keeps the store is gone
             return False
 
-    def same_order(self) -> SameOrder:
-        """A new sequence of things that all ranks do in the same order."""
+    def same_order(self, part: int, parts: int) -> SameOrder:
+        """A new sequence of things that all ranks of a part of the world do in the same order."""
         self._orders += 1
         return SameOrder(
             lambda: self._board.client,
             self._rank,
-            self._board.size,
-            f"order/{self._orders}",
+            self._board.size // parts,
+            f"order/{self._orders}/{part}",
             lambda: self._log.count,
             lambda: self._fault is not None,
         )

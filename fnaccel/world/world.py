@@ -103,9 +103,14 @@ class World(ProcessControl):
         """Whether all ranks come to this place within `limit` seconds. A rank that comes alone gets False."""
         return self._watcher is None or self._watcher.all_come(limit)
 
-    def same_order(self) -> SameOrder | None:
-        """A new sequence of things that all ranks do in one order. Every rank makes it. None on one rank."""
-        return None if self._watcher is None else self._watcher.same_order()
+    def same_order(self, part: int = 0, parts: int = 1) -> SameOrder | None:
+        """A new sequence of things that all ranks do in one order. Every rank makes it. None on one rank.
+
+        Args:
+            part: which of `parts` equal parts of the ranks this one is in. Those of a part compare.
+            parts: the number of parts.
+        """
+        return None if self._watcher is None else self._watcher.same_order(part, parts)
 
     def abandon(self, error: Exception) -> None:
         """Tell ranks that may wait in the call of this rank that an error has ended it, until none waits."""

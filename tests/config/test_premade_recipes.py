@@ -36,6 +36,8 @@ TWO_RANKS = (
     "machines", "muon", "remat", "schedule_in_epochs", "tracking",
 )  # fmt: skip
 FOUR_RANKS = ("context", "hybrid", "tensor")
+STAGES = ("pipeline",)
+"""Their ranks hold other layers, which the plan of each says."""
 DEEPSPEED = ("deepspeed_file", "deepspeed_offload", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
 NEEDS_HARDWARE = (
     "deepspeed_nvme",
@@ -59,7 +61,7 @@ def loss_fn(model, batch):
 
 
 def test_every_recipe_is_applied_or_needs_hardware():
-    assert sorted((*ONE_RANK, *TWO_RANKS, *FOUR_RANKS, *DEEPSPEED, *NEEDS_HARDWARE, *CLUSTERS)) == NAMES
+    assert sorted((*ONE_RANK, *TWO_RANKS, *FOUR_RANKS, *STAGES, *DEEPSPEED, *NEEDS_HARDWARE, *CLUSTERS)) == NAMES
 
 
 @pytest.mark.parametrize(("name", "carrier"), CLUSTERS.items())
@@ -137,3 +139,16 @@ def test_a_recipe_trains(pools, tmp_path, fp32, name, ranks):
     assert losses[3] < losses[0] - 1e-3
     assert saved == (["step-0000000004"] if name in {"checkpoints", "machines", "tracking"} else [])
     assert f"{ranks} rank" in plan
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_recipe_of_stages_trains(pools, tmp_path, fp32, name):
+    results = pools.run(4, some_updates, name, {}, str(tmp_path))
+    losses, plan, saved = results[0]
+    own = re.compile(r"[\d,]+ on this rank")
+    assert all(result[0] == losses and result[2] == saved == [] for result in results)
+    assert {own.sub("", other) for _, other, _ in results} == {own.sub("", plan)}
+    assert len({own.search(other)[0] for _, other, _ in results}) == 2, "one for each stage"
+    assert losses[0] == pytest.approx(fp32, abs=1e-3)
+    assert losses[3] < losses[0] - 1e-3
+    assert "4 ranks" in plan

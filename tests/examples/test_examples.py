@@ -136,7 +136,7 @@ def test_accumulate_tokens_on_one_rank_and_on_two():
         assert float(re.search(r"largest difference: ([\d.e+-]+)", text)[1]) < 1e-6
 
 
-SWAPS = [(1, "fsdp"), (2, "ddp"), (2, "fsdp"), (4, "ddp"), (4, "hsdp(2, 2)")]
+SWAPS = [(1, "fsdp"), (2, "ddp"), (2, "fsdp"), (2, "pipeline(2)"), (4, "ddp"), (4, "hsdp(2, 2)")]
 
 
 @pytest.mark.long

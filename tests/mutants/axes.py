@@ -13,7 +13,7 @@ WHOLE_MODEL = "tests/extend/test_whole_model.py"
 
 MUTANTS = [
     Mutant(
-        "totals of the batch axis alone", "program/instance.py", 'world.device, mesh.group("loss")', 'world.device, mesh.group("batch")',
+        "totals of the batch axis alone", "program/instance.py", 'world.device, mesh.group("totals")', 'world.device, mesh.group("batch")',
         (PARTS, "-k", "one_loss and -2-nothing"),
     ),
     Mutant(

@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         "replicas: each weighs its gradients by the rows of all",
         "engine/totals.py",
-        'self.averaged_weight = self._added(own, self._apart.group("gradient"))',
+        "self.averaged_weight = self._added(own, self._apart.group(axis))",
         "self.averaged_weight = self.weight",
         (TRAINING, "-k", "one_loop"),
     ),

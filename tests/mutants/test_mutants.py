@@ -20,6 +20,7 @@ from tests.mutants import (
     launching,
     modules,
     optim,
+    pipelines,
     pure,
     quantize,
     replicas,
@@ -50,6 +51,7 @@ MUTANTS = [
     *pure.MUTANTS,
     *estimate.MUTANTS,
     *replicas.MUTANTS,
+    *pipelines.MUTANTS,
 ]  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def run_row(row: Row) -> dict[str, Any]:
     norms: list[float] = []
     counts: dict[str, int] = {}
     for step in range(STEPS):
-        batch = rank_batch(step, world.rank)
+        batch = rank_batch(step, train_step.mesh.batch_rank)
         if step < STEPS - 1:
             state, metrics = train_step(state, batch)
         else:

@@ -227,7 +227,7 @@ def _is_stored(placement: Any, all_of_them: Sequence[Any]) -> bool:
     """Whether a DTensor's part along one mesh dimension is made of blocks. By exact class."""
     if is_packed(placement):  # with another shard of the same dimension it is none
         return sum(getattr(place, "dim", None) == placement.dim for place in all_of_them) == 1
-    return type(placement).__name__ in ("Shard", "Replicate")
+    return type(placement).__name__ in ("Shard", "Replicate", "OnStage")
 
 
 def _identity(value: torch.Tensor) -> Any:

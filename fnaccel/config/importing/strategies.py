@@ -215,12 +215,11 @@ def _product(sizes: dict[str, int], method: str, options: dict[str, Any] | None)
     return " * ".join(axes)
 
 
-_PIPELINES = "needs pipelines, which fnaccel does not have"
 _DEGREES = {
     "tp_degree": ("strategy: tensor({})", "needs a model with a plan of its layers"),
     "context_parallel_size": ("strategy: context({})", "sequences are cut over ranks"),
-    "pp_degree": (NOTHING, f"{_PIPELINES}. The ranks hold copies or shards instead"),
-    "num_layers_per_virtual_pipeline_stage": (NOTHING, _PIPELINES),
+    "pp_degree": ("strategy: pipeline({})", "the blocks of the model are split over ranks"),
+    "num_layers_per_virtual_pipeline_stage": (NOTHING, "fa.pipeline(virtual=) is a number of stages a rank"),
 }
 MEGATRON_KEYS = (
     *(f"megatron_lm_{name}" for name in _DEGREES),
@@ -230,7 +229,7 @@ MEGATRON_KEYS = (
 
 
 def read_megatron(draft: Draft) -> str:
-    """The product that has the effect of `megatron_lm_config`: tensor parallelism and a sharded optimizer."""
+    """The product that has the effect of `megatron_lm_config`: stages, cut layers and a sharded optimizer."""
     section = f"{MEGATRON}.megatron_lm_"
     sizes: dict[str, int] = {}
     for name, (became, why) in _DEGREES.items():
@@ -240,9 +239,11 @@ def read_megatron(draft: Draft) -> str:
         draft.skip("1 is the default", section + name)
     degree, cut = sizes["tp_degree"], sizes["context_parallel_size"]
     sharded = draft.truth(f"{section}use_distributed_optimizer")
-    axes = [call("fsdp", reshard_after_forward=False) if sharded else "ddp"]
+    averaging = call("fsdp", reshard_after_forward=False) if sharded else "ddp"
+    stages = sizes["pp_degree"]
+    axes = [call("pipeline", stages), averaging] if stages > 1 else [averaging]
     why = "whether slots are sharded over the ranks that hold copies"
-    draft.row(f"{section}use_distributed_optimizer", f"strategy: {axes[0]}", why)
+    draft.row(f"{section}use_distributed_optimizer", f"strategy: {averaging}", why)
     key = f"{section}sequence_parallelism"
     sequence = bool(draft.truth(key))
     if sequence and degree > 1:

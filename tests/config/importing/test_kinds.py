@@ -33,7 +33,7 @@ STRATEGIES = {
     "zero3_init=True, moe_layers=('MixtralSparseMoeBlock',))",
     "deepspeed_zero2": "deepspeed(stage=2)",
     "deepspeed_machines": "deepspeed(stage=1)",
-    "megatron": "fsdp(reshard_after_forward=False) * tensor(2, sequence=True)",
+    "megatron": "pipeline(2) * fsdp(reshard_after_forward=False) * tensor(2, sequence=True)",
     "tensor": "tensor(2)",
     "tpu": "xla",
     "tpu_here": "xla",
@@ -184,5 +184,5 @@ NEEDS = {
 
 def test_what_needs_something_is_said_in_the_file():
     text = commented(import_file(FOLDER / "megatron.yaml"), "megatron.yaml")
-    assert "# megatron_lm_config.megatron_lm_pp_degree: needs pipelines" in text
-    assert yaml.safe_load(text)["strategy"].startswith("fsdp(")
+    assert "# megatron_lm_config.megatron_lm_tp_degree: needs a model with a plan" in text
+    assert yaml.safe_load(text)["strategy"].startswith("pipeline(2) * fsdp(")

@@ -1,0 +1,240 @@
+"""Runs a schedule: the forwards and backwards of this rank's stages, and what they send each other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fnaccel.extend import CapabilityError, MeshAxis
+from fnaccel.strategies.pipeline.messages import Header, Links, signature, unpack
+from fnaccel.strategies.pipeline.passes import Known, Pass, StagedModel, StageEnds
+from fnaccel.strategies.pipeline.schedules import Schedule, Table, timed
+
+Run = Callable[..., Any]
+
+
+class _Arrival(torch.autograd.Function):
+    """What came from another stage, as the beginning of a graph. Its gradients go to `kept`."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: list[Any], anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.kept = kept
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.kept[:] = grads
+        return None, None, *(None for _ in grads)
+
+
+@attrs.define(eq=False)
+class Open:
+    """A forward whose backward has not run.
+
+    Attributes:
+        came: the tensors from the stage before that take a gradient, without their graph.
+        kept: their gradients, after the backward.
+        left: the tensors for the next stage that get a gradient from it.
+    """
+
+    came: Sequence[torch.Tensor] = ()
+    kept: list[torch.Tensor | None] = attrs.field(factory=list)
+    left: Sequence[torch.Tensor] = ()
+
+
+class Executor:
+    """The stages of this rank.
+
+    Args:
+        model: the user's module.
+        staged: its forwards.
+        inner: `run(fn, *args)` of the engine of the other axes.
+        axis: the ranks along the axis of stages.
+        virtual: how many stages a rank has.
+        schedule: by number of micro-batches.
+        name: of the schedule.
+        links: to other ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        staged: StagedModel,
+        inner: Run,
+        axis: MeshAxis,
+        virtual: int,
+        schedule: Schedule,
+        name: str,
+        links: Links,
+    ) -> None:
+        self._staged, self._inner, self._links = staged, inner, links
+        self._rank, self._ranks, self._virtual = axis.rank, axis.size, virtual
+        self._stages = axis.size * virtual
+        self._schedule, self._name = schedule, name
+        self._tables: dict[int, Table] = {}
+        self._at: tuple[int, int] | None = None  # the stage and the micro-batch of the action under way
+        self._open: dict[tuple[int, int], Open] = {}
+        model.forward = functools.partial(self._forward, model.forward)
+
+    def drive(
+        self,
+        n: int,
+        forward: Callable[[int], Any],
+        backward: Callable[[int, Any], None],
+        sync: Callable[[bool], AbstractContextManager[Any]],
+    ) -> None:
+        """Run the actions of this rank for n micro-batches. `sync(True)` is around its last backward."""
+        actions = self.table(n)[self._rank]
+        last = max((place for place, (kind, *_) in enumerate(actions) if kind == "B"), default=-1)
+        results: dict[tuple[int, int], Any] = {}
+        self._open.clear()
+        try:
+            for place, (kind, stage, i) in enumerate(actions):
+                self._at = stage, i
+                if kind == "F":
+                    results[stage, i] = forward(i)
+                else:
+                    with sync(place == last):
+                        backward(i, results.pop((stage, i)))
+        finally:
+            self._at = None
+        self._links.settle()
+
+    def table(self, n: int) -> Table:
+        """The schedule of n micro-batches."""
+        if n not in self._tables:
+            table = self._schedule(self._ranks, self._virtual, n)
+            timed(table, self._stages, n, self._name)
+            self._tables[n] = table
+        return self._tables[n]
+
+    def run(self, fn: Run, *args: Any) -> Any:
+        """`fn(model, *args)` as the stage of the action under way. None if the loss is on another stage.
+
+        Outside of a step: with the output of each call of the model on all ranks.
+        """
+        if self._at is None:
+            return self._inner(self._looked, fn, *args)
+        stage, i = self._at
+        last = stage == self._stages - 1
+        about = "loss", signature(args), torch.is_grad_enabled()
+        opened = self._open[stage, i] = Open()
+        known = self._received(stage, i, about, opened)
+
+        def one(model: Any, *inner_args: Any) -> Any:
+            done: Pass | None = None
+            try:
+                with self._staged.one_pass(stage, known) as done:
+                    total = fn(model, *inner_args)
+            except StageEnds:
+                assert done is not None
+                opened.left = self._send(done, stage, i, about)
+                return tuple(opened.left)
+            if not last:
+                raise CapabilityError(
+                    f"the loss ended on stage {stage} of {self._stages}, before the blocks of the next one",
+                    where="the loss function under fa.pipeline()",
+                    fix="call the whole model in the loss",
+                )
+            return total
+
+        returned = self._inner(one, *args)
+        return returned if last else None
+
+    def _looked(self, model: Any, fn: Run, *args: Any) -> Any:
+        with self._staged.hiding():
+            return fn(model, *args)
+
+    def backward(self, total: torch.Tensor | None) -> None:
+        """The backward of the action under way: of the loss, or with gradients from the next stage."""
+        assert self._at is not None
+        stage, i = self._at
+        opened = self._open.pop((stage, i))
+        if total is not None:
+            total.backward()
+        elif opened.left:
+            grads = self._links.receive_gradients(opened.left, self._home(stage + 1), self._tag(stage, i))
+            torch.autograd.backward(opened.left, grads)
+        if opened.came:
+            kept = opened.kept or [None] * len(opened.came)
+            found = [torch.zeros_like(x) if g is None else g for x, g in zip(opened.came, kept, strict=True)]
+            self._links.send_gradients(found, self._home(stage - 1), self._tag(stage - 1, i))
+
+    def _forward(self, run: Run, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the model. Outside of a step it runs on all stages in turn."""
+        if self._staged.running or not self._staged.hides:
+            return run(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None:
+            raise CapabilityError(
+                "each stage would keep keys and values of its own layers, and count them as the model's",
+                where="a forward of a pipeline with past_key_values",
+                fix="use_cache=False: model.generate(ids, use_cache=False)",
+            )
+        about = "look", signature((args, kwargs)), torch.is_grad_enabled()
+        result: Callable[[], Any] | None = None
+        for stage in range(self._rank, self._stages, self._ranks):
+            done: Pass | None = None
+            try:
+                with self._staged.one_pass(stage, self._received(stage, 0, about, Open())) as done:
+                    output = run(*args, **kwargs)
+                result = functools.partial(_same, output)
+            except StageEnds:
+                assert done is not None
+                self._send(done, stage, 0, about)
+        output = self._links.share(result, self._home(self._stages - 1), about)
+        self._links.settle()
+        return output
+
+    def _received(self, stage: int, i: int, about: Hashable, opened: Open) -> Known:
+        """What came from the stage before, in the order of its messages. The first stage gets nothing.
+
+        Args:
+            stage: this one.
+            i: the micro-batch.
+            about: equal for micro-batches of the same shapes.
+            opened: gets the tensors that take a gradient.
+        """
+        if stage == 0:
+            return Known()
+        source, tag = self._home(stage - 1), self._tag(stage - 1, i)
+        header, tensors = self._links.receive(source, tag, (about, stage))
+        if torch.is_grad_enabled():
+            tensors = _begun(header, tensors, opened)
+        return unpack(header, tensors)
+
+    def _send(self, done: Pass, stage: int, i: int, about: Hashable) -> list[torch.Tensor]:
+        """Send what the next stage needs. Returns the tensors that get a gradient from it."""
+        known = self._staged.sends(done)
+        to, tag = self._home(stage + 1), self._tag(stage, i)
+        tensors = self._links.send(known, to, tag, (about, stage + 1))
+        return [tensor for tensor in tensors if tensor.requires_grad]
+
+    def _home(self, stage: int) -> int:
+        return stage % self._ranks
+
+    def _tag(self, stage: int, i: int) -> int:
+        return 1 + i * self._stages + stage
+
+
+def _begun(header: Header, tensors: list[torch.Tensor], opened: Open) -> list[torch.Tensor]:
+    """The tensors of a message, those that take a gradient as the beginning of a graph."""
+    places = [place for place, (*_, takes) in enumerate(header.tensors) if takes]
+    if not places:
+        return tensors
+    opened.came = [tensors[place] for place in places]
+    anchor = torch.empty((), device=tensors[0].device, requires_grad=True)
+    begun = list(tensors)
+    for place, tensor in zip(places, _Arrival.apply(opened.kept, anchor, *opened.came), strict=True):  # pyright: ignore
+        begun[place] = tensor
+    return begun
+
+
+def _same(value: Any) -> Any:
+    return value

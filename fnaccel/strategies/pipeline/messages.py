@@ -1,0 +1,205 @@
+"""Messages between stages: any object with tensors in it, and gradients on the way back.
+
+The first message for batches of some shapes begins with a header: the object, with shapes and dtypes in the
+place of its tensors. Later ones are its tensors alone.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from fnaccel import tree
+from fnaccel.extend import CapabilityError
+from fnaccel.tree import Tree
+
+
+@attrs.frozen
+class Header:
+    """What a message is, without its values.
+
+    Attributes:
+        data: the object as a pickle, with a number in the place of each tensor.
+        tensors: the shape and dtype of each, and whether a gradient comes back for it.
+    """
+
+    data: bytes
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
+
+
+def pack(value: object) -> tuple[Header, list[torch.Tensor]]:
+    """An object as a header and its tensors.
+
+    Raises:
+        CapabilityError: it does not pickle.
+    """
+    tensors: list[torch.Tensor] = []
+    places: dict[int, int] = {}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> int | None:
+            if not isinstance(obj, torch.Tensor):
+                return None
+            if id(obj) not in places:
+                places[id(obj)] = len(tensors)
+                tensors.append(obj)
+            return places[id(obj)]
+
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise CapabilityError(
+            f"what blocks return can't be sent to another stage: {error}",
+            where="a forward of a pipeline",
+            fix="return tensors, tuples, lists, dicts and records from blocks",
+        ) from error
+    kinds = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
+    return Header(buffer.getvalue(), kinds), tensors
+
+
+def unpack(header: Header, tensors: Sequence[torch.Tensor]) -> Any:
+    """The object of a header and its tensors."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: int) -> torch.Tensor:
+            return tensors[pid]
+
+    return Unpickler(io.BytesIO(header.data)).load()
+
+
+def signature(value: Tree) -> Hashable:
+    """What shapes depend on: shapes and dtypes of tensors, and plain values as they are."""
+    leaves, structure = tree.flatten(value)
+    return structure, tuple(
+        (leaf.shape, leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, int | float | str | None)
+        else type(leaf)
+        for leaf in leaves
+    )
+
+
+class Links:
+    """Sends to other stages, and receives from them.
+
+    Args:
+        forward, backward: the process groups of activations and of gradients, over the axis of stages.
+        device: of the tensors.
+    """
+
+    def __init__(self, forward: dist.ProcessGroup, backward: dist.ProcessGroup, device: torch.device) -> None:
+        self._forward, self._backward = forward, backward
+        self._device = device
+        self._sent: dict[Hashable, Header] = {}
+        self._received: dict[Hashable, Header] = {}
+        self._shared: dict[Hashable, Header] = {}
+        self._under_way: list[tuple[Any, torch.Tensor]] = []
+
+    def send(self, value: object, to: int, tag: int, key: Hashable) -> list[torch.Tensor]:
+        """Send an object. Returns its tensors, in the order of the gradients that come back.
+
+        Args:
+            value: the object.
+            to: the rank, counted within the group.
+            tag: of this message.
+            key: equal for messages whose tensors have the same shapes.
+
+        Raises:
+            CapabilityError: they have others.
+        """
+        header, tensors = pack(value)
+        if key not in self._sent:
+            self._sent[key] = header
+            for part in _dumped(header, self._device):
+                self._begin(part, to, tag)
+        elif self._sent[key] != header:
+            raise CapabilityError(
+                "blocks return other shapes, or other plain values, than for a batch of the same shapes: "
+                f"{header.tensors} after {self._sent[key].tensors}",
+                where="a forward of a pipeline",
+                fix="let the shapes of activations depend on the shapes of the batch alone, and return "
+                "numbers as tensors",
+            )
+        for tensor in tensors:
+            self._begin(tensor.detach().to(self._device).contiguous(), to, tag)
+        return tensors
+
+    def receive(self, source: int, tag: int, key: Hashable) -> tuple[Header, list[torch.Tensor]]:
+        """Wait for an object: its header, and its tensors without a graph."""
+        if key not in self._received:
+            length = torch.empty(1, dtype=torch.int64, device=self._device)
+            dist.recv(length, group=self._forward, group_src=source, tag=tag)
+            data = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+            dist.recv(data, group=self._forward, group_src=source, tag=tag)
+            self._received[key] = pickle.loads(bytes(data.cpu().numpy()))
+        header = self._received[key]
+        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in header.tensors]
+        for tensor in tensors:
+            dist.recv(tensor, group=self._forward, group_src=source, tag=tag)
+        return header, tensors
+
+    def send_gradients(self, grads: Sequence[torch.Tensor], to: int, tag: int) -> None:
+        """Send the gradients of the tensors of a message back."""
+        for grad in grads:
+            self._begin(grad.contiguous(), to, tag, back=True)
+
+    def receive_gradients(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> list[torch.Tensor]:
+        """Wait for the gradients of the tensors of a message that take one."""
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        for grad in grads:
+            dist.recv(grad, group=self._backward, group_src=source, tag=tag)
+        return grads
+
+    def share(self, make: Callable[[], object] | None, source: int, key: Hashable) -> Any:
+        """The object of one rank, on all of them. `make` returns it there, and is None elsewhere."""
+        header, tensors = pack(make()) if make is not None else (None, [])
+        if header is not None and self._shared.get(key, header) != header:
+            raise CapabilityError(
+                "the model returned other shapes than for arguments of the same shapes",
+                where="a forward of a pipeline",
+                fix="let the shapes of its outputs depend on the shapes of its arguments alone",
+            )
+        if key not in self._shared:
+            parts = (
+                _dumped(header, self._device) if header is not None else [self._number(0), self._number(0)]
+            )
+            dist.broadcast(parts[0], group=self._forward, group_src=source)
+            if header is None:
+                parts[1] = torch.empty(int(parts[0]), dtype=torch.uint8, device=self._device)
+            dist.broadcast(parts[1], group=self._forward, group_src=source)
+            self._shared[key] = pickle.loads(bytes(parts[1].cpu().numpy()))
+        header = self._shared[key]
+        if make is None:
+            tensors = [torch.empty(s, dtype=dtype, device=self._device) for s, dtype, _ in header.tensors]
+        else:
+            tensors = [x.detach().to(self._device).contiguous() for x in tensors]
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self._forward, group_src=source)
+        return unpack(header, tensors)
+
+    def settle(self) -> None:
+        """Wait for all that was sent."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
+
+    def _number(self, value: int) -> torch.Tensor:
+        return torch.tensor([value], dtype=torch.int64, device=self._device)
+
+    def _begin(self, tensor: torch.Tensor, to: int, tag: int, *, back: bool = False) -> None:
+        group = self._backward if back else self._forward
+        self._under_way.append((dist.isend(tensor, group=group, group_dst=to, tag=tag), tensor))
+
+
+def _dumped(header: Header, device: torch.device) -> list[torch.Tensor]:
+    """A header as its length and its bytes."""
+    data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+    return [torch.tensor([len(data)], dtype=torch.int64, device=device), data.to(device)]

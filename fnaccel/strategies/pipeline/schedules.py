@@ -1,0 +1,232 @@
+"""Schedules: which rank runs which forward and backward, in which order. A schedule is data.
+
+`table[rank]` lists actions `(kind, stage, micro_batch)`: "F" is a forward, "B" a backward. Stages are
+numbered along the model. With v stages a rank, rank r of p has the stages r, p + r, 2p + r, ...
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from fnaccel.extend import ArgumentError, nearest
+
+Action = tuple[str, int, int]
+Table = Sequence[Sequence[Action]]
+Schedule = Callable[[int, int, int], Table]
+"""`schedule(ranks, virtual, micro_batches) -> table`."""
+
+_WHERE = "fa.pipeline(schedule=)"
+_UNITS = {"F": 1, "B": 2}
+"""The time of an action: a backward computes two products for each one of a forward."""
+
+
+def gpipe(stages: int, virtual: int, micro_batches: int) -> Table:
+    """All forwards, then all backwards (Huang et al. 2019, https://arxiv.org/abs/1811.06965)."""
+    return [
+        [("F", stages * chunk + rank, i) for chunk in range(virtual) for i in range(micro_batches)]
+        + [
+            ("B", stages * chunk + rank, i)
+            for chunk in reversed(range(virtual))
+            for i in range(micro_batches)
+        ]
+        for rank in range(stages)
+    ]
+
+
+def one_f_one_b(stages: int, virtual: int, micro_batches: int) -> Table:  # noqa: ARG001 - a schedule's arguments
+    """A backward after each forward, as soon as one can begin (Narayanan et al. 2019).
+
+    A rank holds the activations of at most `stages - rank` micro-batches.
+    https://arxiv.org/abs/1806.03377
+    """
+    return [
+        _alternating(
+            [("F", rank, i) for i in range(micro_batches)],
+            [("B", rank, i) for i in range(micro_batches)],
+            stages - 1 - rank,
+        )
+        for rank in range(stages)
+    ]
+
+
+def interleaved(stages: int, virtual: int, micro_batches: int) -> Table:
+    """1F1B with several stages on each rank, in rounds of micro-batches (Narayanan et al. 2021).
+
+    A round has as many micro-batches as there are ranks, or some more: see `round_size`. If no size divides
+    them, the last round is shorter, and all forwards run before the first backward.
+    https://arxiv.org/abs/2104.04473
+    """
+    size = round_size(stages, micro_batches)
+    step = size or stages
+    rounds = [range(first, min(first + step, micro_batches)) for first in range(0, micro_batches, step)]
+    table: list[list[Action]] = []
+    for rank in range(stages):
+        own = [stages * chunk + rank for chunk in range(virtual)]
+        forwards = [("F", stage, i) for each in rounds for stage in own for i in each]
+        backwards = [("B", stage, i) for each in rounds for stage in reversed(own) for i in each]
+        ahead = 2 * (stages - rank - 1) + (virtual - 1) * size if size else len(forwards)
+        table.append(_alternating(forwards, backwards, ahead))
+    return table
+
+
+def round_size(stages: int, micro_batches: int) -> int:
+    """The micro-batches of a round, from the number of ranks on. 0 if no number of rounds divides them."""
+    rounds = max(1, micro_batches // stages)
+    return 0 if micro_batches % rounds else micro_batches // rounds
+
+
+def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """Some forwards ahead, then a forward and a backward by turns, then the backwards that are left."""
+    actions, waiting = forwards[:ahead], iter(backwards)
+    for forward in forwards[ahead:]:
+        actions += [forward, next(waiting)]
+    return [*actions, *waiting]
+
+
+READY: dict[str, Schedule] = {"1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved}
+
+
+def schedule_of(name: str) -> Schedule:
+    """The schedule of a name, or of `"module:function"`.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if name in READY:
+        return READY[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ArgumentError(f"no schedule is called {name!r}", where=_WHERE, fix=nearest(name, READY))
+    try:
+        found: Any = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(
+            f"{name!r} can't be imported: {error}", where=_WHERE, fix='"module:function" of yours'
+        ) from error
+    return found
+
+
+@attrs.frozen
+class Timing:
+    """A schedule in time, if a forward of a stage takes 1 and its backward 2, and messages take none.
+
+    Attributes:
+        rows: by rank, `(begin, end, action)`.
+        length: when the last action ends.
+    """
+
+    rows: tuple[tuple[tuple[int, int, Action], ...], ...]
+    length: int
+
+    @property
+    def idle(self) -> float:
+        """The share of the time of all ranks in which they wait."""
+        busy = sum(end - begin for row in self.rows for begin, end, _ in row)
+        return 1 - busy / (self.length * len(self.rows)) if self.length else 0.0
+
+    @property
+    def most_held(self) -> list[int]:
+        """By rank, the largest number of forwards whose backward has not run."""
+        held: list[int] = []
+        for row in self.rows:
+            now = most = 0
+            for *_, (kind, _, _) in row:
+                now += {"F": 1, "B": -1}.get(kind, 0)
+                most = max(most, now)
+            held.append(most)
+        return held
+
+    def picture(self) -> str:
+        """The schedule as text: a line for each rank, with the micro-batch of each action in its place.
+
+        Backwards are in brackets, and a dot is a unit in which the rank waits.
+        """
+        width = max((len(f"[{i}]") for row in self.rows for *_, (_, _, i) in row), default=1)
+        lines: list[str] = []
+        for number, row in enumerate(self.rows):
+            cells = ["."] * self.length
+            for begin, end, (kind, _, i) in row:
+                cells[begin:end] = [f"[{i}]" if kind == "B" else str(i)] * (end - begin)
+            lines.append(f"rank {number}  " + "".join(f"{cell:>{width}} " for cell in cells).rstrip())
+        return "\n".join(lines)
+
+
+def timed(table: Table, stages: int, micro_batches: int, name: str) -> Timing:
+    """The timing of a schedule, which is complete, in order, and ends.
+
+    Args:
+        table: the schedule.
+        stages: of all ranks.
+        micro_batches: their number.
+        name: of the schedule, for messages.
+
+    Raises:
+        ArgumentError: an action is missing, stands twice, or comes before one that it needs; or ranks would
+            wait for each other without end.
+    """
+    _check_complete(table, stages, micro_batches, name)
+    ends: dict[Action, int] = {}
+    rows: list[list[tuple[int, int, Action]]] = [[] for _ in table]
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(table):
+            row = rows[rank]
+            while len(row) < len(actions):
+                action = actions[len(row)]
+                needed = list(_needs(action, stages))
+                if any(need not in ends for need in needed):
+                    break
+                begin = max([row[-1][1] if row else 0, *(ends[need] for need in needed)])
+                ends[action] = begin + _UNITS[action[0]]
+                row.append((begin, ends[action], action))
+                moved = True
+    stuck = {
+        rank: actions[len(rows[rank])] for rank, actions in enumerate(table) if len(rows[rank]) < len(actions)
+    }
+    if stuck:
+        waits = "; ".join(f"rank {rank} at {_text(action)}" for rank, action in stuck.items())
+        raise _unfit(name, f"does not end: {waits}", "let each action stand after those that it needs")
+    return Timing(tuple(map(tuple, rows)), max(ends.values(), default=0))
+
+
+def _needs(action: Action, stages: int) -> Iterator[Action]:
+    kind, stage, i = action
+    if kind == "F":
+        if stage:
+            yield "F", stage - 1, i
+        return
+    yield "F", stage, i
+    if stage < stages - 1:
+        yield "B", stage + 1, i
+
+
+def _check_complete(table: Table, stages: int, micro_batches: int, name: str) -> None:
+    listed = [action for actions in table for action in actions]
+    wanted = {(kind, stage, i) for kind in _UNITS for stage in range(stages) for i in range(micro_batches)}
+    for action in listed:
+        if action not in wanted:
+            raise _unfit(name, f"lists {action!r}", 'an action is ("F" or "B", stage, micro_batch)')
+    if missing := wanted - set(listed):
+        raise _unfit(name, f"leaves out {_text(min(missing))}", "list each forward and each backward once")
+    if len(listed) > len(wanted):
+        twice = next(action for action in listed if listed.count(action) > 1)
+        raise _unfit(name, f"lists {_text(twice)} twice", "list each forward and each backward once")
+    for rank, actions in enumerate(table):
+        for _, stage, _ in actions:
+            if stage % len(table) != rank:
+                what = f"runs stage {stage} on rank {rank}, and rank {stage % len(table)} has its layers"
+                raise _unfit(name, what, "rank r of p has the stages r, p + r, 2p + r, ...")
+
+
+def _text(action: Action) -> str:
+    kind, stage, i = action
+    return f"the {'forward' if kind == 'F' else 'backward'} of micro-batch {i} on stage {stage}"
+
+
+def _unfit(name: str, what: str, fix: str) -> ArgumentError:
+    return ArgumentError(f"the schedule {name!r} {what}", where=_WHERE, fix=fix)

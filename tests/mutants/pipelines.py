@@ -1,0 +1,90 @@
+"""Deliberate bugs of pipelines. Each would train wrongly without an error, or hold what it should not."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PARITY = "tests/strategies/pipeline/test_parity.py"
+STATE = "tests/strategies/pipeline/test_state.py"
+MODELS = "tests/strategies/pipeline/test_transformers.py"
+MISTAKES = "tests/strategies/pipeline/test_mistakes.py"
+SCHEDULES = "tests/strategies/pipeline/test_schedules.py"
+MEMORY = "tests/strategies/pipeline/test_memory.py"
+FOLDER = "strategies/pipeline"
+
+MUTANTS = [
+    Mutant(
+        "pipeline: backwards in another order", f"{FOLDER}/schedules.py",
+        '[("B", rank, i) for i in range(micro_batches)],', '[("B", rank, i) for i in reversed(range(micro_batches))],',
+        (SCHEDULES, "-k", "1f1b_and_gpipe"),
+    ),
+    Mutant(
+        "pipeline: a tied gradient is lost", f"{FOLDER}/shared.py", "grad += other", "pass",
+        (PARITY, "-k", "tied and four"),
+    ),
+    Mutant(
+        "pipeline: a tied gradient counts twice", f"{FOLDER}/shared.py", "grad += other", "grad += 2 * other",
+        (PARITY, "-k", "tied and four"),
+    ),
+    Mutant(
+        "pipeline: a tied value stays behind", f"{FOLDER}/shared.py", "value.copy_(got)", "pass",
+        (PARITY, "-k", "tied and four"),
+    ),
+    Mutant(
+        "pipeline: a weight of the batch is summed over stages", "engine/totals.py",
+        "self.weight = self.weight / self._stages", "pass", ("tests/strategies/pipeline/test_features.py", "-k", "weight_of_the_batch"),
+    ),
+    Mutant(
+        "pipeline: random numbers of a stage begin anew", f"{FOLDER}/passes.py", "now.streams.put_back()", "pass",
+        (PARITY, "-k", "dropout and two and computes and not rank"),
+    ),
+    Mutant(
+        "pipeline: the norm of one stage", "world/mesh.py", 'MODEL_AXES = ("pp", *SHARD_AXES, "tp")',
+        'MODEL_AXES = (*SHARD_AXES, "tp")', (PARITY, "-k", "gpt and four and computes"),
+    ),
+    Mutant(
+        "pipeline: the class of ddp", f"{FOLDER}/building.py",
+        "engine_without(axis, inner) if shards else _replicas(inner)", "engine_without(axis, inner)",
+        (PARITY, "-k", "product and ddp and not tensor"),
+    ),
+    Mutant(
+        "pipeline: outputs that hooks hear on one stage", f"{FOLDER}/passes.py",
+        "_call_again(element.module.get_submodule(inner), value)", "pass", (MODELS, "-k", "mixtral and gpipe"),
+    ),
+    Mutant(
+        "pipeline: values stored on modules of one stage", f"{FOLDER}/passes.py",
+        "setattr(element.module.get_submodule(inner), attribute, stored)", "pass",
+        (PARITY, "-k", "beside and four"),
+    ),
+    Mutant(
+        "pipeline: buffers of one stage", f"{FOLDER}/building.py", "        buffers.share()\n", "",
+        (PARITY, "-k", "moving and four"),
+    ),
+    Mutant(
+        "pipeline: a later stage moves the buffers of an earlier one", f"{FOLDER}/passes.py",
+        "own if home == stage else own.clone()", "own", (PARITY, "-k", "moving and rank"),
+    ),
+    Mutant(
+        "pipeline: replicas keep their own gradients", f"{FOLDER}/building.py",
+        "flat /= mesh.gradient_size", "pass", (PARITY, "-k", "product and ddp and not tensor"),
+    ),
+    Mutant(
+        "pipeline: parameters of other stages are read as nothing", f"{FOLDER}/passes.py",
+        "                held[attribute] = value\n            yield\n", "            yield\n",
+        (MISTAKES, "-k", "first_step and parameter"),
+    ),
+    Mutant(
+        "pipeline: initial values of another seed", f"{FOLDER}/drawing.py",
+        "return param if id(made[next(numbers)]) in wanted else mode.in_pages(param)",
+        "return param if id(made[next(numbers)]) in wanted else mode.in_pages(param).to('meta')",
+        (PARITY, "-k", "gpt and four and computes"),
+    ),
+    Mutant(
+        "pipeline: the whole model while it is built", f"{FOLDER}/building.py",
+        "    if has_factories(spec.model):\n", "    if False:\n", (MEMORY, "-k", "momentum"),
+    ),
+    Mutant(
+        "pipeline: a stage writes another's values", f"{FOLDER}/owned.py", "dist.broadcast(whole, group=group, group_src=self.rank)",
+        "dist.broadcast(whole, group=group, group_src=0)", (STATE, "-k", "holds_its_own"),
+    ),
+]  # fmt: skip

@@ -1,0 +1,321 @@
+"""What a pipeline can't do raises by name: at once, at `init`, or in the first step. Never a wrong number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fnaccel as fa
+from tests.strategies.pipeline import models
+from tests.strategies.pipeline.models import loss_fn, rows_of
+from tests.strategies.tensor.models import GPT, VOCABULARY, WIDTH
+
+Error = fa.errors.CapabilityError
+
+
+def made(model, loss, strategy, **options):
+    return fa.train_step(loss, model=fa.distribute(model, strategy), optimizer=fa.sgd(0.1), **options)
+
+
+def first_step(model, loss, strategy="pipeline(2)"):
+    train_step = made(model, loss, strategy)
+    state = train_step.init(seed=0)
+    return train_step(state, rows_of(0, 0))
+
+
+def raised(pools, *args, ranks=2, fn=first_step):
+    """The error of the lowest rank that names the cause: others may say that they waited for it."""
+    with pytest.raises(fa.errors.FnaccelError) as caught:
+        pools.run(ranks, fn, *args)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+# -- the loss -----------------------------------------------------------------------------------------------
+
+
+def twice(model, tokens):
+    first = loss_fn(model, tokens)
+    return fa.Mean(first.total + loss_fn(model, tokens.flip(0)).total, weight=first.weight)
+
+
+def penalised(model, tokens):
+    own = loss_fn(model, tokens)
+    return fa.Mean(own.total + 0.1 * model.embed.weight.square().sum(), weight=own.weight)
+
+
+def one_block(model, tokens):
+    hidden = model.blocks[3](model.embed(tokens))
+    return fa.Mean(hidden.square().sum(), weight=len(tokens))
+
+
+class Outside(nn.Module):
+    """Its residual connection is outside of the blocks, and joins an activation of the stage before."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+class Late(GPT):
+    """A module that runs before the blocks, and stands after them."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.late = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens):
+        x = self.late(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Centred(GPT):
+    """A buffer that is registered before the blocks, and moves after them."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.register_buffer("center", torch.zeros(WIDTH))
+        self.blocks, self.head = self._modules.pop("blocks"), self._modules.pop("head")
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        if self.training:
+            self.center.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return self.head(x - self.center)
+
+
+class Repeated(GPT):
+    """Two blocks, each of which runs twice."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.blocks = nn.ModuleList([*self.blocks, *self.blocks])
+
+
+class Backwards(GPT):
+    """Its blocks run from the last to the first."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+def backwards():
+    return Backwards(4)
+
+
+LOSSES = {
+    "twice": (models.deep_gpt, twice, "blocks.0 runs twice in one loss"),
+    "a parameter of another stage": (models.deep_gpt, penalised, "the loss depends on embed.weight"),
+    "a block by itself": (models.deep_gpt, one_block, "blocks.3"),
+    "a residual connection outside": (Outside, loss_fn, "the loss depends on the output of blocks.0"),
+    "a module in another order": (Late, loss_fn, "the loss depends on late."),
+    "a buffer of another stage": (
+        Centred,
+        loss_fn,
+        "the buffer center is on rank 0 of pp, and another stage moves it",
+    ),
+    "blocks that run twice": (Repeated, loss_fn, "blocks holds one block several times"),
+    "blocks in another order": (backwards, loss_fn, "blocks.3 of stage 1 runs before blocks.1 of stage 0"),
+}
+
+
+def built_first(model, loss, strategy="pipeline(2)"):
+    """A built module: the first step does not compare the cut model with the whole one."""
+    torch.manual_seed(0)
+    return first_step(model(), loss, strategy)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("how", [first_step, built_first])
+def test_a_loss_that_stages_cannot_share_raises_by_name(pools, name, how):
+    model, loss, text = LOSSES[name]
+    assert text in raised(pools, model, loss, fn=how)
+
+
+# -- the model ------------------------------------------------------------------------------------------------
+
+
+class TwoLists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleDict({"block": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))})
+        self.decoder = nn.ModuleDict({"block": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))})
+
+
+class Flat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.only = nn.Linear(4, 4)
+
+
+def two_gpts():
+    return {"a": GPT, "b": GPT}
+
+
+MODELS = {
+    "several lists": (TwoLists, "pipeline(2)", "encoder.block, decoder.block", "split=('decoder.block.0',)"),
+    "no blocks": (Flat, "pipeline(2)", "no blocks in a ModuleList", "name the modules where stages begin"),
+    "fewer blocks": (GPT, "pipeline(4)", "2 blocks, for 4 stages", "fewer stages"),
+    "no such path": (
+        GPT,
+        "pipeline(2, split=('block.1',))",
+        "no module 'block.1'",
+        "did you mean 'blocks.1'",
+    ),
+    "too many paths": (GPT, "pipeline(2, split=('blocks.0', 'blocks.1'))", "2 paths for 2 stages", "1 path"),
+    "no such stage": (
+        GPT,
+        "pipeline(2, split={'head': 2})",
+        "'head' can't be on stage 2 of 2",
+        "from 0 to 1",
+    ),
+    "an empty stage": (
+        GPT,
+        "pipeline(2, split={'head': 0})",
+        "stage 1 of 2 gets no block",
+        "give each stage a path",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_be_split_raises_at_init(pools, name):
+    model, strategy, what, fix = MODELS[name]
+    ranks = 4 if "(4)" in strategy else 2
+    message = raised(pools, model, loss_fn, strategy, ranks=ranks)
+    assert what in message
+    assert fix in message
+
+
+# -- the options ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"degree": 0},
+        {"virtual": 0},
+        {"virtual": 2},
+        {"split": "odd"},
+        {"schedule": "2f2b"},
+        {"weights": {"body": 1}},
+        {"weights": {"head": -1}},
+    ],
+    ids=str,
+)
+def test_an_option_that_cannot_be_raises_at_once(options):
+    with pytest.raises(fa.errors.ArgumentError, match=r"fa\.pipeline"):
+        fa.pipeline(**options)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pipeline(4, split='size', schedule='gpipe')",
+        "pipeline(2, split=('blocks.4', 'blocks.9'), schedule='interleaved', virtual=2) * fsdp(2)",
+        "pipeline(2, split={'embed': 0, 'blocks.0': 1}, weights={'head': 2.5})",
+    ],
+)
+def test_a_pipeline_prints_as_the_text_that_makes_it(text):
+    assert str(fa.strategy(text)) == text
+
+
+def each():
+    return fa.accumulate(loss_fn, 2, sync="each")
+
+
+def of_rows():
+    return fa.per_example(loss_fn, clip=1.0)
+
+
+def as_values(model, tokens):
+    return fa.Mean(sum(value.sum() for value in fa.params(model).values()), weight=len(tokens))
+
+
+def values():
+    return as_values
+
+
+def whole_step():
+    return fa.compile(loss_fn, "step", backend="eager")
+
+
+def whole_loss():
+    return fa.compile(loss_fn, "loss", backend="eager")
+
+
+def started(make, strategy, model=models.deep_gpt):
+    train_step = made(model() if model is two_gpts else model, make(), strategy)
+    state = train_step.init(seed=0)
+    return train_step(state, rows_of(0, 0))
+
+
+def plain():
+    return loss_fn
+
+
+REFUSED = {
+    "gradients of each micro-batch": (
+        each,
+        "pipeline(2)",
+        "stages average gradients after the last micro-batch",
+    ),
+    "gradients of rows": (of_rows, "pipeline(2)", "pp"),
+    "parameters as values": (values, "pipeline(2)", "ranks along pp compute parts of one model"),
+    "the step as one graph": (whole_step, "pipeline(2)", "compile"),
+    "the loss as one graph": (whole_loss, "pipeline(2)", "compile"),
+    "two models": (plain, "pipeline(2)", "a pipeline splits one model"),
+    "deepspeed": (plain, "pipeline(2) * deepspeed(stage=0)", "deepspeed runs the step by itself"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_stages_cannot_do_is_refused(pools, name):
+    make, strategy, text = REFUSED[name]
+    assert text in raised(
+        pools, make, strategy, two_gpts if name == "two models" else models.deep_gpt, fn=started
+    )
+
+
+def lent():
+    teacher = made(models.deep_gpt, loss_fn, "pipeline(2)")
+    other = teacher.init(seed=0)
+    student = fa.train_step(
+        lambda model, tokens, given: fa.Mean(
+            F.mse_loss(model(tokens), given["teacher"](tokens), reduction="sum"), weight=len(tokens)
+        ),
+        model=fa.distribute(models.deep_gpt, "ddp"),
+        optimizer=fa.sgd(0.1),
+    )
+    return student(student.init(seed=0), rows_of(0, 0), given={"teacher": other})
+
+
+def test_a_model_on_stages_is_not_lent(pools):
+    assert "can't be lent" in raised(pools, fn=lent)
+
+
+def disagree():
+    rank = torch.distributed.get_rank()
+    return started(plain, f"pipeline(2, split=('blocks.{rank + 1}',))")
+
+
+def test_ranks_that_split_in_other_places_raise_with_both(pools):
+    message = raised(pools, fn=disagree)
+    assert "blocks.1" in message
+    assert "blocks.2" in message
