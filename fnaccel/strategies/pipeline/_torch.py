@@ -39,8 +39,3 @@ def _listens(hook: Any) -> bool:
     # its hooks stay in a model after the first forward that asked for outputs
     capturing: Any = sys.modules[source]
     return capturing._active_collector.get() is not None  # (5.23)
-
-
-def members_of(container: nn.Module) -> list[nn.Module]:
-    """The modules in a list, one that stands in it twice as two."""
-    return [module for module in container._modules.values() if module is not None]

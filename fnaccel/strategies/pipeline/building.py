@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fnaccel import _torch
+from fnaccel.collectives import gather_objects
 from fnaccel.extend import (
     Build,
     Built,
@@ -48,15 +49,11 @@ class _Parts:
         split: the stages.
         elsewhere: the module, attribute, name, shape and dtype of each parameter of another stage.
         users: by canonical name, the ranks along the axis that use the parameter. The first one owns it.
-        borrowed: by canonical name, the parameter with values of another rank's.
-        buffers: by name, the rank whose values count.
     """
 
     split: Any = None
     elsewhere: list[tuple[nn.Module, str, str, torch.Size, torch.dtype]] = attrs.field(factory=list)
     users: dict[str, tuple[int, ...]] = attrs.field(factory=dict)
-    borrowed: dict[str, str] = attrs.field(factory=dict)
-    buffers: dict[str, int] = attrs.field(factory=dict)
 
 
 @finisher(Pipeline, around=True)
@@ -116,8 +113,9 @@ def build_pipeline(build: Build, axis: Pipeline) -> tuple[Engine, Built]:
     shown = _shown_everywhere(engine, mesh, parts, built.cuts)
     leaves = tuple(_with_owner(leaf, shown[leaf.name], mesh) for leaf in engine.layout.leaves)
     layout = attrs.evolve(engine.layout, leaves=leaves, parameters=shown, copies=built.copies)
-    weights = SharedWeights(built, parts.users, parts.borrowed, mesh)
-    buffers = StageBuffers(built, parts.buffers, mesh, staged.moved)
+    weights = SharedWeights(built, parts.users, mesh)
+    homes = {name: parts.split.names[name] % along.size for name, _ in built.model.named_buffers()}
+    buffers = StageBuffers(built, homes, mesh, staged.moved)
     hooks = _hooks(engine.hooks, weights, buffers, leaves, mesh)
     return attrs.evolve(engine, layout=layout, forward=forward, hooks=hooks), built
 
@@ -160,7 +158,6 @@ def cut_model(built: Built, axis: Pipeline, build: Build, parts: _Parts) -> None
     split = axis.split_of(model, along.size)
     parts.split = split
     _note_units(built, split, build, along)
-    parts.buffers = {name: split.names[name] % along.size for name, _ in model.named_buffers()}
     slots: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for attribute, param in _torch.parameters_of(module).items():
@@ -184,7 +181,6 @@ def cut_model(built: Built, axis: Pipeline, build: Build, parts: _Parts) -> None
         for full, module, attribute in places:
             if split.names[full] % along.size == along.rank and full != name:
                 built.copies[full] = name
-                parts.borrowed[name] = full
                 continue
             _torch.parameters_of(module)[attribute] = empty
             parts.elsewhere.append((module, attribute, full, param.shape, param.dtype))
@@ -241,8 +237,6 @@ def _no_lending(fn: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG001 - as
 def _shown_everywhere(engine: Engine, mesh: Mesh, parts: _Parts, cuts: Mapping[str, Cut]) -> dict[str, Any]:
     """All parameters as states show them. Ranks of other stages learn how each lies on its own stage."""
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 - slow to import
-
-    from fnaccel.collectives import gather_objects  # noqa: PLC0415
 
     along = mesh[AXIS]
     dims = mesh.shown.mesh_dim_names

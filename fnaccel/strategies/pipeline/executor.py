@@ -178,17 +178,17 @@ class Executor:
                 fix="use_cache=False: model.generate(ids, use_cache=False)",
             )
         about = "look", signature((args, kwargs)), torch.is_grad_enabled()
-        result: Callable[[], Any] | None = None
+        output: Any = None
         for stage in range(self._rank, self._stages, self._ranks):
             done: Pass | None = None
             try:
                 with self._staged.one_pass(stage, self._received(stage, 0, about, Open())) as done:
                     output = run(*args, **kwargs)
-                result = functools.partial(_same, output)
             except StageEnds:
                 assert done is not None
                 self._send(done, stage, 0, about)
-        output = self._links.share(result, self._home(self._stages - 1), about)
+        source = self._home(self._stages - 1)
+        output = self._links.share(output, source, about, own=source == self._rank)
         self._links.settle()
         return output
 
@@ -234,7 +234,3 @@ def _begun(header: Header, tensors: list[torch.Tensor], opened: Open) -> list[to
     for place, tensor in zip(places, _Arrival.apply(opened.kept, anchor, *opened.came), strict=True):  # pyright: ignore
         begun[place] = tensor
     return begun
-
-
-def _same(value: Any) -> Any:
-    return value

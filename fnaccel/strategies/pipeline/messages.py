@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import attrs
@@ -158,9 +158,9 @@ class Links:
             dist.recv(grad, group=self._backward, group_src=source, tag=tag)
         return grads
 
-    def share(self, make: Callable[[], object] | None, source: int, key: Hashable) -> Any:
-        """The object of one rank, on all of them. `make` returns it there, and is None elsewhere."""
-        header, tensors = pack(make()) if make is not None else (None, [])
+    def share(self, value: object, source: int, key: Hashable, *, own: bool) -> Any:
+        """The object of one rank, on all of them. `own` says whether it is this one."""
+        header, tensors = pack(value) if own else (None, [])
         if header is not None and self._shared.get(key, header) != header:
             raise CapabilityError(
                 "the model returned other shapes than for arguments of the same shapes",
@@ -177,7 +177,7 @@ class Links:
             dist.broadcast(parts[1], group=self._forward, group_src=source)
             self._shared[key] = pickle.loads(bytes(parts[1].cpu().numpy()))
         header = self._shared[key]
-        if make is None:
+        if not own:
             tensors = [torch.empty(s, dtype=dtype, device=self._device) for s, dtype, _ in header.tensors]
         else:
             tensors = [x.detach().to(self._device).contiguous() for x in tensors]

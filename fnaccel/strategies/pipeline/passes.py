@@ -341,17 +341,12 @@ def _without_first(output: Any) -> Any:
     """An output with the shape of its first tensor in the place of that tensor."""
     if isinstance(output, torch.Tensor):
         return Omitted(tuple(output.shape), output.dtype)
-    if isinstance(output, list | tuple | dict):
-        values = output.values() if isinstance(output, dict) else output
-        if any(isinstance(value, Omitted) for value in values):
-            return output
-    if type(output) in (tuple, list):
-        first = next((place for place, x in enumerate(output) if isinstance(x, torch.Tensor)), None)
-        return type(output)(_without_first(x) if place == first else x for place, x in enumerate(output))
-    if type(output) is dict:
-        first = next((key for key, x in output.items() if isinstance(x, torch.Tensor)), None)
-        return {key: _without_first(x) if key == first else x for key, x in output.items()}
-    return output
+    if type(output) not in (tuple, list, dict):
+        return output
+    pairs = list(output.items() if type(output) is dict else enumerate(output))
+    first = next((key for key, x in pairs if isinstance(x, torch.Tensor | Omitted)), None)
+    left = [(key, _without_first(x) if key == first else x) for key, x in pairs]
+    return dict(left) if type(output) is dict else type(output)(x for _, x in left)
 
 
 def _refuse(name: str, grad: torch.Tensor) -> None:  # noqa: ARG001 - a hook of autograd

@@ -23,13 +23,11 @@ class SharedWeights:
     Args:
         built: the modules.
         users: by canonical name, the ranks along the axis that use the parameter. The first one owns it.
-        borrowed: by canonical name, the name of this rank's copy.
         mesh: the ranks.
     """
 
-    def __init__(
-        self, built: Built, users: Mapping[str, tuple[int, ...]], borrowed: Mapping[str, str], mesh: Mesh
-    ) -> None:
+    def __init__(self, built: Built, users: Mapping[str, tuple[int, ...]], mesh: Mesh) -> None:
+        borrowed = {name: copy for copy, name in built.copies.items()}
         along = mesh[AXIS]
         self._rank, self._group = along.rank, along.group
         own: dict[str, Any] = dict(built.host.target.named_parameters(remove_duplicate=False))  # pyright: ignore

@@ -14,7 +14,6 @@ from fnaccel import _torch
 from fnaccel.errors import UnknownNameError
 from fnaccel.extend import ArgumentError, CapabilityError, nearest
 from fnaccel.models.blocks import blocks
-from fnaccel.strategies.pipeline._torch import members_of
 from fnaccel.texts import counted
 
 WHERE = "fa.pipeline(split=)"
@@ -139,7 +138,8 @@ def _called(path: str, module: nn.Module) -> Iterator[str]:
 def _check_once(model: nn.Module, found: Sequence[str]) -> None:
     """Raise CapabilityError if a list runs one block several times."""
     for path in dict.fromkeys(name.rpartition(".")[0] for name in found):
-        members = [id(module) for module in members_of(model.get_submodule(path))]
+        container: Any = model.get_submodule(path)
+        members = [id(module) for module in container]
         if len(set(members)) < len(members):
             raise CapabilityError(
                 f"{path or 'the model'} holds one block several times, and a stage runs a block once",
