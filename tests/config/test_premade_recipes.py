@@ -61,7 +61,9 @@ def loss_fn(model, batch):
 
 
 def test_every_recipe_is_applied_or_needs_hardware():
-    assert sorted((*ONE_RANK, *TWO_RANKS, *FOUR_RANKS, *STAGES, *DEEPSPEED, *NEEDS_HARDWARE, *CLUSTERS)) == NAMES
+    assert (
+        sorted((*ONE_RANK, *TWO_RANKS, *FOUR_RANKS, *STAGES, *DEEPSPEED, *NEEDS_HARDWARE, *CLUSTERS)) == NAMES
+    )
 
 
 @pytest.mark.parametrize(("name", "carrier"), CLUSTERS.items())

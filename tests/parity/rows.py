@@ -11,7 +11,6 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.testing import count_collectives
-from fnaccel.world.world import current
 
 # rows of each rank's batch: ragged, so that an average of averages is not the average
 SIZES = (11, 7, 10, 8)
@@ -129,7 +128,6 @@ def whole(value: Any) -> torch.Tensor:
 
 def run_row(row: Row) -> dict[str, Any]:
     """Losses, norms, parameters and the collectives of the last step, as fnaccel makes them."""
-    world = current()
     train_step = fa.train_step(
         make_step(row), model=fa.distribute(Net, row.strategy), optimizer=make_optimizer(row)
     )
