@@ -143,6 +143,7 @@ bench: .venv/.bench .venv-jax/.jax  ## side-by-side benchmarks, then every table
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/axes.py
+	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/replicas.py
 	$(BIN)/python benchmarks/seeing.py
 	$(BIN)/python benchmarks/starting.py

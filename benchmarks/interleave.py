@@ -66,14 +66,19 @@ def _finish() -> None:
 
 
 def race_steps(
-    loops: Mapping[str, Iterator[torch.Tensor]], *, check: int, blocks: int, calls: int
+    loops: Mapping[str, Iterator[torch.Tensor]],
+    *,
+    check: int,
+    blocks: int,
+    calls: int,
+    tolerance: float = 2e-4,
 ) -> Samples:
     """`race` over training loops that yield the loss of each step, after a check that their losses agree.
 
     Raises:
-        SystemExit: the losses of the first `check` steps differ by more than fp32 rounding.
+        SystemExit: the losses of the first `check` steps differ by more than `tolerance`: fp32 rounding.
     """
-    agree({name: [float(next(loop)) for _ in range(check)] for name, loop in loops.items()})
+    agree({name: [float(next(loop)) for _ in range(check)] for name, loop in loops.items()}, tolerance)
     return race({name: loop.__next__ for name, loop in loops.items()}, blocks=blocks, calls=calls)
 
 

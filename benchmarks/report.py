@@ -12,7 +12,8 @@ from environment import environment
 from options import Options
 from tables import rows_table
 
-_SCALES = {"us": 1e6, "ms": 1e3, "s": 1.0, "bytes": 1.0, "MiB": 1.0, "nats": 1.0}
+_SCALES = {"us": 1e6, "ms": 1e3, "s": 1.0, "%": 100.0}
+"""What the figures of a row are multiplied by. 1 for other units: bytes, MiB, nats, micro-batches."""
 
 
 @attrs.frozen
@@ -36,7 +37,9 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """The row as JSON has it: medians in the unit of the table, their ratio, and its range."""
-        ours, peer = (statistics.median(figures) * _SCALES[self.unit] for figures in (self.ours, self.peer))
+        ours, peer = (
+            statistics.median(figures) * _SCALES.get(self.unit, 1.0) for figures in (self.ours, self.peer)
+        )
         low, high = self._range()
         return {
             "what": self.what,

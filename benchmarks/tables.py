@@ -58,7 +58,7 @@ def read(folder: Path) -> Measured:
 
 def figure(value: float, unit: str) -> str:
     """A measurement to three digits."""
-    digits = 0 if unit == "bytes" or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    digits = 0 if unit in ("bytes", "micro-batches") or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f} {unit}"
 
 
@@ -331,6 +331,7 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "collectives": _full("collectives", r"^(?!.*leaves of \[8, 4\]$|.*slope)"),
     "checkpoint": _full("checkpoint", "^(?!.*slope)"),
     "axes": _full("axes", "^(?!slope)"),
+    "pipeline": _full("pipeline", ""),
     "replicas": _full("replicas", ""),
     "offload": _full("offload", ""),
     "load": _full("load", ""),

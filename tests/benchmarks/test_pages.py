@@ -119,6 +119,8 @@ def test_a_row():
         (45.67, "us", "45.7 us"),
         (2.831, "ms", "2.83 ms"),
         (16645.1, "bytes", "16,645 bytes"),
+        (4.0, "micro-batches", "4 micro-batches"),
+        (27.27, "%", "27.3 %"),
     ],
 )
 def test_a_figure(value, unit, text):

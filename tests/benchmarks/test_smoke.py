@@ -22,6 +22,7 @@ SCOPES = ("fnaccel, scope loss", "fnaccel, scope block", "fnaccel, eager")
 CALLS = ("Accelerate", "Lightning Fabric", "torch.distributed, a call per leaf")
 CUT = ("parallelize_module by hand", "parallelize_module by hand, AdamW's default", "fnaccel, ddp")
 BARE = ("bare fa.scan",)
+STAGES = "Schedule1F1B by hand"
 APART = ("local_sgd(2, every=16)", "diloco(2, every=16)")
 LEARNING = (*APART, "diloco(2, every=16, outer='sgd(0.7, momentum=0.5, nesterov=True)')")
 ROWS = {
@@ -101,6 +102,16 @@ ROWS = {
         ),
         BARE,
     ),
+    "pipeline": {
+        "pipeline(2), 1f1b: step, 2 layers, 8 micro-batches of 4 x 64 tokens": (STAGES,),
+        "pipeline(2), gpipe: step, 2 layers, 8 micro-batches of 4 x 64 tokens": ("ScheduleGPipe by hand",),
+        "pipeline(2), 1f1b: bytes between the stages in a step": (STAGES,),
+        **{
+            f"pipeline({ranks}), 1f1b: time in which ranks wait, {count} micro-batches": ("(p - 1) / (m + p - 1)", STAGES)
+            for ranks in (2, 4) for count in (4, 8)
+        },
+        **{f"pipeline(4), 1f1b: activations that rank {rank} keeps, 8 micro-batches": ("fnaccel, gpipe",) for rank in range(4)},
+    },
     "replicas": {
         **{f"{name}: training loss, the last 32 of 32 steps": ("ddp",) for name in (*LEARNING, "no average at all")},
         **{f"{name}: bytes that a rank sends in a step": ("ddp",) for name in (*LEARNING, "no average at all")},

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,15 +16,10 @@ NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defa
 """Operations that give a number or a truth value, and no tensor. (2.13)"""
 
 
-def listeners_of(block: nn.Module, *, itself: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of those in a block that have a forward hook which is at work.
-
-    Args:
-        block: the block.
-        itself: look at the block itself, and not at modules inside of it.
-    """
-    for path, module in [("", block)] if itself else block.named_modules():
-        if (path or itself) and any(_listens(hook) for hook in module._forward_hooks.values()):
+def listeners_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Those of some modules, by path, that have a forward hook which is at work."""
+    for path, module in modules:
+        if any(_listens(hook) for hook in module._forward_hooks.values()):
             yield path, module
 
 

@@ -33,45 +33,57 @@ class Header:
     tensors: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 
 
+class _Pickler(pickle.Pickler):
+    """Writes a number in the place of each tensor, and lists them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if id(obj) not in self._places:
+            self._places[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._places[id(obj)]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts a tensor in the place of each number."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]
+
+
 def pack(value: object) -> tuple[Header, list[torch.Tensor]]:
     """An object as a header and its tensors.
 
     Raises:
         CapabilityError: it does not pickle.
     """
-    tensors: list[torch.Tensor] = []
-    places: dict[int, int] = {}
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> int | None:
-            if not isinstance(obj, torch.Tensor):
-                return None
-            if id(obj) not in places:
-                places[id(obj)] = len(tensors)
-                tensors.append(obj)
-            return places[id(obj)]
-
     buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
     try:
-        Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        pickler.dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise CapabilityError(
             f"what blocks return can't be sent to another stage: {error}",
             where="a forward of a pipeline",
             fix="return tensors, tuples, lists, dicts and records from blocks",
         ) from error
-    kinds = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
-    return Header(buffer.getvalue(), kinds), tensors
+    kinds = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in pickler.tensors)
+    return Header(buffer.getvalue(), kinds), pickler.tensors
 
 
 def unpack(header: Header, tensors: Sequence[torch.Tensor]) -> Any:
     """The object of a header and its tensors."""
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: int) -> torch.Tensor:
-            return tensors[pid]
-
-    return Unpickler(io.BytesIO(header.data)).load()
+    return _Unpickler(io.BytesIO(header.data), tensors).load()
 
 
 def signature(value: Tree) -> Hashable:
@@ -101,7 +113,7 @@ class Links:
         self._sent: dict[Hashable, Header] = {}
         self._received: dict[Hashable, Header] = {}
         self._shared: dict[Hashable, Header] = {}
-        self._under_way: list[tuple[Any, torch.Tensor]] = []
+        self._under_way: dict[tuple[int, bool], list[tuple[Any, torch.Tensor]]] = {}
 
     def send(self, value: object, to: int, tag: int, key: Hashable) -> list[torch.Tensor]:
         """Send an object. Returns its tensors, in the order of the gradients that come back.
@@ -152,10 +164,11 @@ class Links:
             self._begin(grad.contiguous(), to, tag, back=True)
 
     def receive_gradients(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> list[torch.Tensor]:
-        """Wait for the gradients of the tensors of a message that take one."""
+        """Wait for the gradients of the tensors of a message that take one. Lets go of that message."""
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
         for grad in grads:
             dist.recv(grad, group=self._backward, group_src=source, tag=tag)
+        self._wait(tag, back=False)
         return grads
 
     def share(self, value: object, source: int, key: Hashable, *, own: bool) -> Any:
@@ -187,16 +200,20 @@ class Links:
 
     def settle(self) -> None:
         """Wait for all that was sent."""
-        for work, _ in self._under_way:
+        for tag, back in list(self._under_way):
+            self._wait(tag, back=back)
+
+    def _wait(self, tag: int, *, back: bool) -> None:
+        for work, _ in self._under_way.pop((tag, back), ()):
             work.wait()
-        self._under_way.clear()
 
     def _number(self, value: int) -> torch.Tensor:
         return torch.tensor([value], dtype=torch.int64, device=self._device)
 
     def _begin(self, tensor: torch.Tensor, to: int, tag: int, *, back: bool = False) -> None:
         group = self._backward if back else self._forward
-        self._under_way.append((dist.isend(tensor, group=group, group_dst=to, tag=tag), tensor))
+        work = dist.isend(tensor, group=group, group_dst=to, tag=tag)
+        self._under_way.setdefault((tag, back), []).append((work, tensor))
 
 
 def _dumped(header: Header, device: torch.device) -> list[torch.Tensor]:

@@ -24,6 +24,8 @@ from fnaccel.world.undo import StreamStates
 
 _LOSS = "the loss function under fa.pipeline()"
 _STORED = (torch.Tensor, int, float)
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has. What a forward stores is another one."""
 Stored = tuple[str, str, type, torch.Tensor]
 
 
@@ -103,6 +105,7 @@ class StagedModel:
     ) -> None:
         self._split = split
         self._modules = list(model.modules())
+        self._inside = {each.path: tuple(each.module.named_modules()) for each in split.elements}
         self._elsewhere = elsewhere
         self._buffers = buffers
         self._draws = draws
@@ -177,9 +180,8 @@ class StagedModel:
 
     def sends(self, done: Pass) -> Known:
         """What the next stage gets of a pass."""
-        split, known = self._split, done.known
-        carried = {each.path for each in (*split.elements, *split.groups) if each.carried}
-        carried |= {split.last[done.stage].path, *known.inputs}
+        known = done.known
+        carried = {*self._split.carried, self._split.last[done.stage].path, *known.inputs}
         outputs = {
             path: value if path in carried else _without_first(value) for path, value in known.outputs.items()
         }
@@ -205,11 +207,12 @@ class StagedModel:
                 where=_LOSS,
                 fix="split the model in the order in which it runs: fa.pipeline(split={path: stage})",
             )
-        if args and any(True for _ in listeners_of(element.module, itself=True)):
+        itself, *inside = self._inside[element.path]
+        if args and any(True for _ in listeners_of([itself])):
             now.known.inputs[element.path] = args[0]
         heard: list[tuple[str, Any]] = []
         handles: list[Any] = []
-        for path, module in listeners_of(element.module):
+        for path, module in listeners_of(inside):
             record = functools.partial(_record, heard, path)
             handles.append(module.register_forward_hook(record))
         before = self._values_stored(element)
@@ -300,11 +303,12 @@ class StagedModel:
         return value.expand(shape)
 
     def _values_stored(self, element: Element) -> dict[tuple[str, str], Any]:
+        """Tensors and numbers that modules have as plain attributes, by path and name."""
         return {
             (path, attribute): value
-            for path, module in element.module.named_modules()
+            for path, module in self._inside[element.path]
             for attribute, value in vars(module).items()
-            if isinstance(value, _STORED)
+            if attribute not in _OF_MODULES and isinstance(value, _STORED)
         }
 
     def _newly_stored(self, element: Element, before: dict[tuple[str, str], Any]) -> list[Stored]:
@@ -313,10 +317,8 @@ class StagedModel:
         What one forward has stored, all later ones send, so that messages have one shape.
         """
         slots = self._stored.setdefault(element.path, {})
-        for path, module in element.module.named_modules():
-            for attribute, value in vars(module).items():
-                if isinstance(value, _STORED) and before.get((path, attribute)) is not value:
-                    slots[path, attribute] = None
+        now = self._values_stored(element)
+        slots |= dict.fromkeys(slot for slot, value in now.items() if before.get(slot) is not value)
         values = [(*slot, vars(element.module.get_submodule(slot[0])).get(slot[1])) for slot in slots]
         return [(path, at, type(x), torch.as_tensor(x)) for path, at, x in values if x is not None]
 

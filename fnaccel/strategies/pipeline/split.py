@@ -65,6 +65,11 @@ class Split:
         """By stage, the element whose output goes to the next stage."""
         return {element.stage: element for element in self.elements}
 
+    @functools.cached_property
+    def carried(self) -> frozenset[str]:
+        """The elements and groups whose output goes to all later stages."""
+        return frozenset(each.path for each in (*self.elements, *self.groups) if each.carried)
+
     def end(self, stage: int) -> Element | None:
         """The element, or the group around it, at whose end the stage ends. None for the last stage."""
         last = self.last[stage]
