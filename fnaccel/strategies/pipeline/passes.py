@@ -168,7 +168,8 @@ class StagedModel:
                 yield self._now
             except StageEnds:  # the loss would do it after the forward: model.eval(), model(x), model.train()
                 for module, training in modes:
-                    module.training = training
+                    if module.training != training:
+                        module.training = training
                 raise
             finally:
                 for name, at_home, held, attribute, own, now, version in watched:
@@ -307,8 +308,8 @@ class StagedModel:
         return {
             (path, attribute): value
             for path, module in self._inside[element.path]
-            for attribute, value in vars(module).items()
-            if attribute not in _OF_MODULES and isinstance(value, _STORED)
+            for attribute in vars(module).keys() - _OF_MODULES
+            if isinstance(value := vars(module)[attribute], _STORED)
         }
 
     def _newly_stored(self, element: Element, before: dict[tuple[str, str], Any]) -> list[Stored]:
