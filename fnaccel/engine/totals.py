@@ -187,6 +187,9 @@ class Totals:
         if self._known is None and self._apart is not None:
             self._weigh_replica(weight)
         vector = packed([self._total, weight, *self.numbers, *self._aux.values], self._device)
+        refuse = getattr(vector, "refuse", None)
+        if refuse is not None:  # total or aux depends on a value of another stage
+            refuse()
         self._sent = vector, dist.all_reduce(vector, group=self._group, async_op=True)
 
     def _agree(self, group: dist.ProcessGroup) -> None:

@@ -7,7 +7,6 @@ and memory for the whole model on every rank.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -95,8 +94,10 @@ def short(batch: Tree) -> Any:
     return cut(batch, [1, rows - 1])[0] if rows > 1 else batch
 
 
-def probe_first(learned: Learned, probe: Callable[[Tree], Probed], batch: Tree) -> None:
+def probe_first(learned: Learned, probe: Callable[[Tree], Probed], batch: Tree, mesh: Mesh) -> None:
     """Probe before step 0. A forward that raises is left to the step, which raises its own error.
+
+    On stages it raises here, because another rank may wait in the middle of that forward.
 
     Raises:
         CapabilityError: the cut model computes another loss.
@@ -104,12 +105,14 @@ def probe_first(learned: Learned, probe: Callable[[Tree], Probed], batch: Tree) 
     try:
         probe(batch)
     except CapabilityError as error:
-        if CAUSES in str(error):
+        if CAUSES in str(error) or mesh.degrees.get("pp", 1) > 1:
             learned.probed = False
             raise
     except OwnershipError:  # a factory that returns the same module again
         pass
     except Exception:
+        if mesh.degrees.get("pp", 1) > 1:
+            raise
         learned.cut_fails = True
 
 
@@ -162,8 +165,6 @@ def check_forward(
     every: list[Probed] = gather_objects(result, world=mesh.world)
     if any(gather_objects(drew, world=mesh.world)):  # two forwards draw other numbers
         return result
-    if mesh.degrees.get("pp", 1) > 1 and any(math.isnan(each.cut) for each in every):
-        return result  # a value of another stage: its gradient raises by name in the step
     limit = _LOW_TOLERANCE if low else _TOLERANCE
     rank = next((rank for rank, each in enumerate(every) if not each.difference <= limit), None)
     if rank is not None:

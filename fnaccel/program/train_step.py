@@ -268,7 +268,7 @@ class TrainStep(ModelAccess):
         """Compare a cut model with the whole one before the first update."""
         learned = self._owner.instance.learned
         if lent is None and not learned.probed and self.can_probe():  # a lent model may be cut as well
-            probe_first(learned, self.probe, batch)
+            probe_first(learned, self.probe, batch, self.mesh)
 
     def settle(self) -> None:
         """Let transforms act on the last steps, as they would in the next call. `fa.scan` does so at its end.

@@ -14,6 +14,18 @@ FOLDER = "strategies/pipeline"
 
 MUTANTS = [
     Mutant(
+        "pipeline: a look at values of another stage", f"{FOLDER}/executor.py",
+        "                check_known(result)\n", "", (MISTAKES, "-k", "look"),
+    ),
+    Mutant(
+        "pipeline: a copy of values of another stage", f"{FOLDER}/unknown.py",
+        "args[:1] if changed else computed", "computed", (MISTAKES, "-k", "built_first and copy"),
+    ),
+    Mutant(
+        "pipeline: a choice or a metric of another stage", "engine/totals.py",
+        "            refuse()\n", "            pass\n", (MISTAKES, "-k", "built_first and (metric or choice)"),
+    ),
+    Mutant(
         "pipeline: backwards in another order", f"{FOLDER}/schedules.py",
         '[("B", rank, i) for i in range(micro_batches)],', '[("B", rank, i) for i in reversed(range(micro_batches))],',
         (SCHEDULES, "-k", "1f1b_and_gpipe"),

@@ -16,6 +16,12 @@ NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defa
 """Operations that give a number or a truth value, and no tensor. (2.13)"""
 
 
+def as_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function of torch on tensors of a subclass, as those of torch's own class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
 def listeners_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
     """Those of some modules, by path, that have a forward hook which is at work."""
     for path, module in modules:

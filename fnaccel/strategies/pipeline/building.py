@@ -99,6 +99,7 @@ def build_pipeline(build: Build, axis: Pipeline) -> tuple[Engine, Built]:
         schedule_of(axis.schedule),
         axis.schedule,
         _links(mesh),
+        mesh.world.abandon,
     )
     forward = attrs.evolve(
         engine.forward,

@@ -15,6 +15,7 @@ from fnaccel.extend import CapabilityError, MeshAxis
 from fnaccel.strategies.pipeline.messages import Header, Links, signature, unpack
 from fnaccel.strategies.pipeline.passes import Known, Pass, StagedModel, StageEnds
 from fnaccel.strategies.pipeline.schedules import Schedule, Table, timed
+from fnaccel.strategies.pipeline.unknown import check_known
 
 Run = Callable[..., Any]
 
@@ -61,6 +62,7 @@ class Executor:
         schedule: by number of micro-batches.
         name: of the schedule.
         links: to other ranks.
+        abandon: tells ranks that may wait in the call of this one that an error has ended it.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Executor:
         schedule: Schedule,
         name: str,
         links: Links,
+        abandon: Callable[[Exception], None],
     ) -> None:
+        self._abandon = abandon
         self._staged, self._inner, self._links = staged, inner, links
         self._rank, self._ranks, self._virtual = axis.rank, axis.size, virtual
         self._stages = axis.size * virtual
@@ -150,7 +154,13 @@ class Executor:
 
     def _looked(self, model: Any, fn: Run, *args: Any) -> Any:
         with self._staged.hiding():
-            return fn(model, *args)
+            try:
+                result = fn(model, *args)
+                check_known(result)
+            except Exception as error:
+                self._abandon(error)
+                raise
+        return result
 
     def backward(self, total: torch.Tensor | None) -> None:
         """The backward of the action under way: of the loss, or with gradients from the next stage."""
@@ -184,6 +194,7 @@ class Executor:
             try:
                 with self._staged.one_pass(stage, self._received(stage, 0, about, Open())) as done:
                     output = run(*args, **kwargs)
+                check_known(output)
             except StageEnds:
                 assert done is not None
                 self._send(done, stage, 0, about)

@@ -20,6 +20,7 @@ from fnaccel import _torch
 from fnaccel.extend import CapabilityError
 from fnaccel.strategies.pipeline._torch import listeners_of
 from fnaccel.strategies.pipeline.split import Element, Split
+from fnaccel.strategies.pipeline.unknown import Unknown, check_known, unknown
 from fnaccel.world.undo import StreamStates
 
 _LOSS = "the loss function under fa.pipeline()"
@@ -208,6 +209,7 @@ class StagedModel:
                 where=_LOSS,
                 fix="split the model in the order in which it runs: fa.pipeline(split={path: stage})",
             )
+        check_known((args, kwargs))
         itself, *inside = self._inside[element.path]
         if args and any(True for _ in listeners_of([itself])):
             now.known.inputs[element.path] = args[0]
@@ -298,10 +300,10 @@ class StagedModel:
     def _unknown(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """NaN in the place of values of another stage. A gradient that reaches it raises by name."""
         if not (dtype.is_floating_point or dtype.is_complex):
-            return torch.zeros((), dtype=dtype, device=self._device).expand(shape)
+            return Unknown.of(torch.zeros((), dtype=dtype, device=self._device).expand(shape), name)
         value = torch.full((), float("nan"), dtype=dtype, device=self._device, requires_grad=True)
         value.register_hook(functools.partial(_refuse, name))
-        return value.expand(shape)
+        return Unknown.of(value.expand(shape), name)
 
     def _values_stored(self, element: Element) -> dict[tuple[str, str], Any]:
         """Tensors and numbers that modules have as plain attributes, by path and name."""
@@ -353,9 +355,4 @@ def _without_first(output: Any) -> Any:
 
 
 def _refuse(name: str, grad: torch.Tensor) -> None:  # noqa: ARG001 - a hook of autograd
-    raise CapabilityError(
-        f"the loss depends on {name}, which lies on another stage",
-        where=_LOSS,
-        fix="put it on the stage that uses it: fa.pipeline(split={path: stage}); or return it from the block "
-        "beside the activation",
-    )
+    raise unknown(name)

@@ -66,6 +66,44 @@ class Outside(nn.Module):
         return self.head(x)
 
 
+class Decides(GPT):
+    """What runs after the blocks depends on the embedding, and no gradient goes there."""
+
+    def __init__(self):
+        super().__init__(4)
+
+    def choose(self, early, x):
+        return torch.where(early.detach().argmax(-1, keepdim=True) > 3, x, -x)
+
+    def forward(self, tokens):
+        early = x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.choose(early, x))
+
+
+class Branches(Decides):
+    """The same, as a branch of Python's."""
+
+    def choose(self, early, x):
+        return x if early.detach().mean() > 0 else -x
+
+
+class Copies(Decides):
+    """The same, by a tensor that is changed in place."""
+
+    def choose(self, early, x):
+        scale = torch.ones(3)
+        scale[0] = early.detach().abs().max()
+        scale[1:].add_(early.detach().abs().max())
+        return x * scale.mean()
+
+
+def measured(model, tokens):
+    own = loss_fn(model, tokens)
+    return fa.Mean(own.total, weight=own.weight, aux={"size": model.embed.weight.detach().norm()})
+
+
 class Late(GPT):
     """A module that runs before the blocks, and stands after them."""
 
@@ -124,6 +162,10 @@ LOSSES = {
     "a parameter of another stage": (models.deep_gpt, penalised, "the loss depends on embed.weight"),
     "a block by itself": (models.deep_gpt, one_block, "blocks.3"),
     "a residual connection outside": (Outside, loss_fn, "the loss depends on the output of blocks.0"),
+    "a choice by another stage": (Decides, loss_fn, "the loss depends on embed.weight"),
+    "a branch by another stage": (Branches, loss_fn, "the loss depends on embed.weight"),
+    "a copy from another stage": (Copies, loss_fn, "the loss depends on embed.weight"),
+    "a metric of another stage": (models.deep_gpt, measured, "the loss depends on embed.weight"),
     "a module in another order": (Late, loss_fn, "the loss depends on late."),
     "a buffer of another stage": (
         Centred,
@@ -146,6 +188,15 @@ def built_first(model, loss, strategy="pipeline(2)"):
 def test_a_loss_that_stages_cannot_share_raises_by_name(pools, name, how):
     model, loss, text = LOSSES[name]
     assert text in raised(pools, model, loss, fn=how)
+
+
+def looked():
+    train_step = made(models.deep_gpt, loss_fn, "pipeline(2)")
+    return train_step.look(train_step.init(seed=0), lambda model: model.embed.weight.norm())
+
+
+def test_a_look_at_a_parameter_of_another_stage_raises_by_name(pools):
+    assert "depends on embed.weight, which lies on another stage" in raised(pools, fn=looked)
 
 
 # -- the model ------------------------------------------------------------------------------------------------
