@@ -9,10 +9,25 @@ STATE = "tests/strategies/pipeline/test_state.py"
 MODELS = "tests/strategies/pipeline/test_transformers.py"
 MISTAKES = "tests/strategies/pipeline/test_mistakes.py"
 SCHEDULES = "tests/strategies/pipeline/test_schedules.py"
+HALVES = "tests/strategies/pipeline/test_halves.py"
 MEMORY = "tests/strategies/pipeline/test_memory.py"
 FOLDER = "strategies/pipeline"
 
 MUTANTS = [
+    Mutant(
+        "pipeline: gradients of weights are left out for a micro-batch", f"{FOLDER}/executor.py",
+        "        if opened.rest is not None:\n            opened.rest()\n",
+        "        if opened.rest is not None and len(self._open) != 1:\n            opened.rest()\n",
+        (PARITY, "-k", "gpt and zero and computes"),
+    ),
+    Mutant(
+        "pipeline: a weight apart from the inputs gets no gradient", f"{FOLDER}/halves.py",
+        "    if apart:", "    if not apart:", (HALVES, "-k", "aside"),
+    ),
+    Mutant(
+        "pipeline: a gradient is the tensor of a message", f"{FOLDER}/halves.py", "grad.clone() if", "grad if",
+        (HALVES, "-k", "skips"),
+    ),
     Mutant(
         "pipeline: a look at values of another stage", f"{FOLDER}/executor.py",
         "                check_known(result)\n", "", (MISTAKES, "-k", "look"),

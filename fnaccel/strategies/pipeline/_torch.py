@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,31 @@ from torch import nn
 
 NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 """Operations that give a number or a truth value, and no tensor. (2.13)"""
+
+
+def grads_of_inputs(
+    outputs: list[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    anchor: torch.Tensor,
+    weights: Sequence[nn.Parameter],
+) -> list[dict[str, Any]]:
+    """Differentiate outputs as far as a leaf. Returns what `grads_of_weights` takes. (2.9 to 2.13)"""
+    from torch.distributed.pipelining import _backward  # noqa: PLC0415 - slow to import
+
+    return _backward.stage_backward_input(outputs, list(grads), [anchor], iter(weights))[1]
+
+
+def grads_of_weights(weights: Sequence[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """Add the gradients of weights, from where `grads_of_inputs` has stopped. (2.9 to 2.13)"""
+    from torch.distributed.pipelining import _backward  # noqa: PLC0415 - slow to import
+
+    # with a weight that is used twice, the way of one group goes through that of another
+    _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of another one, which autograd knows of. (2.9 to 2.13)"""
+    return tensor._is_view()
 
 
 def as_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -48,12 +48,10 @@ class _Parts:
     Attributes:
         split: the stages.
         elsewhere: the module, attribute, name, shape and dtype of each parameter of another stage.
-        users: by canonical name, the ranks along the axis that use the parameter. The first one owns it.
     """
 
     split: Any = None
     elsewhere: list[tuple[nn.Module, str, str, torch.Size, torch.dtype]] = attrs.field(factory=list)
-    users: dict[str, tuple[int, ...]] = attrs.field(factory=dict)
 
 
 @finisher(Pipeline, around=True)
@@ -75,7 +73,7 @@ def build_pipeline(build: Build, axis: Pipeline) -> tuple[Engine, Built]:
     def own(model: nn.Module) -> set[int]:
         split = axis.split_of(model, along.size)
         named = dict(model.named_parameters(remove_duplicate=False))
-        return {id(x) for n, x in named.items() if not x.dim() or split.names[n] % along.size == along.rank}
+        return {id(x) for n, x in named.items() if not x.dim() or split.home(n) == along.rank}
 
     if has_factories(spec.model):
         spec = attrs.evolve(spec, model=with_own_values(spec.model, own))
@@ -95,7 +93,7 @@ def build_pipeline(build: Build, axis: Pipeline) -> tuple[Engine, Built]:
         staged,
         engine.forward.run,
         along,
-        axis.virtual,
+        parts.split.homes,
         schedule_of(axis.schedule),
         axis.schedule,
         _links(mesh),
@@ -111,11 +109,11 @@ def build_pipeline(build: Build, axis: Pipeline) -> tuple[Engine, Built]:
         stages=along.size,
         nests=True,
     )
-    shown = _shown_everywhere(engine, mesh, parts, built.cuts)
+    shown = _shown_everywhere(engine, mesh, parts.split, built.cuts)
     leaves = tuple(_with_owner(leaf, shown[leaf.name], mesh) for leaf in engine.layout.leaves)
     layout = attrs.evolve(engine.layout, leaves=leaves, parameters=shown, copies=built.copies)
-    weights = SharedWeights(built, parts.users, mesh)
-    homes = {name: parts.split.names[name] % along.size for name, _ in built.model.named_buffers()}
+    weights = SharedWeights(built, parts.split.users, mesh)
+    homes = {name: parts.split.home(name) for name, _ in built.model.named_buffers()}
     buffers = StageBuffers(built, homes, mesh, staged.moved)
     hooks = _hooks(engine.hooks, weights, buffers, leaves, mesh)
     return attrs.evolve(engine, layout=layout, forward=forward, hooks=hooks), built
@@ -169,9 +167,7 @@ def cut_model(built: Built, axis: Pipeline, build: Build, parts: _Parts) -> None
     for places in slots.values():
         name = places[0][0]
         param: Any = dict(_torch.parameters_of(places[0][1]))[places[0][2]]
-        users = tuple(dict.fromkeys(stage % along.size for stage in split.parameters[name]))
-        parts.users[name] = users
-        if not param.dim() or users[0] == along.rank:
+        if not param.dim() or split.users[name][0] == along.rank:
             continue
         device = param.device if built.empty else "cpu"
         empty = nn.Parameter(
@@ -180,7 +176,7 @@ def cut_model(built: Built, axis: Pipeline, build: Build, parts: _Parts) -> None
         )
         built.cuts.setdefault(name, Cut(shape=param.shape, axis=AXIS))
         for full, module, attribute in places:
-            if split.names[full] % along.size == along.rank and full != name:
+            if split.home(full) == along.rank and full != name:
                 built.copies[full] = name
                 continue
             _torch.parameters_of(module)[attribute] = empty
@@ -200,7 +196,7 @@ def _buffers_outside(built: Built, split: Split) -> list[tuple[str, nn.Module, s
 
 def _note_units(built: Built, split: Split, build: Build, along: Any) -> None:
     """Let axes with units shard those of this rank's stages alone."""
-    foreign = [element.path for element in split.elements if element.stage % along.size != along.rank]
+    foreign = [element.path for element in split.elements if split.homes[element.stage] != along.rank]
     for axis in build.spec.strategy.axes:
         if isinstance(axis, HasUnits):
             for key, module in built.modules.items():
@@ -235,7 +231,7 @@ def _no_lending(fn: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG001 - as
     )
 
 
-def _shown_everywhere(engine: Engine, mesh: Mesh, parts: _Parts, cuts: Mapping[str, Cut]) -> dict[str, Any]:
+def _shown_everywhere(engine: Engine, mesh: Mesh, split: Split, cuts: Mapping[str, Cut]) -> dict[str, Any]:
     """All parameters as states show them. Ranks of other stages learn how each lies on its own stage."""
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 - slow to import
 
@@ -244,7 +240,7 @@ def _shown_everywhere(engine: Engine, mesh: Mesh, parts: _Parts, cuts: Mapping[s
     own = {
         name: (value.shape, value.dtype, getattr(value, "placements", (Replicate(),) * len(dims)))
         for name, value in engine.layout.parameters.items()
-        if parts.users[name][0] == along.rank
+        if split.users[name][0] == along.rank
     }
     found: dict[str, Any] = {}
     for each in gather_objects(own, over=along):
@@ -257,7 +253,7 @@ def _shown_everywhere(engine: Engine, mesh: Mesh, parts: _Parts, cuts: Mapping[s
         if not shape:  # all stages have it
             shown[name] = value
             continue
-        rank = parts.users[name][0]
+        rank = split.users[name][0]
         placed = tuple(OnStage(rank) if dim == AXIS else at for dim, at in zip(dims, placements, strict=True))
         shown[name] = Owned.make(value if rank == along.rank else None, shape, dtype, mesh, placed)
     return shown

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from fnaccel.extend import CapabilityError, MeshAxis
+from fnaccel.strategies.pipeline.halves import backward_of_inputs
 from fnaccel.strategies.pipeline.messages import Header, Links, signature, unpack
 from fnaccel.strategies.pipeline.passes import Known, Pass, StagedModel, StageEnds
-from fnaccel.strategies.pipeline.schedules import Schedule, Table, timed
+from fnaccel.strategies.pipeline.schedules import Schedule, Table, check_places, timed
 from fnaccel.strategies.pipeline.unknown import check_known
 
 Run = Callable[..., Any]
@@ -43,11 +44,15 @@ class Open:
         came: the tensors from the stage before that take a gradient, without their graph.
         kept: their gradients, after the backward.
         left: the tensors for the next stage that get a gradient from it.
+        anchor: the leaf in which their graph begins.
+        rest: the backward of the weights, after that of the inputs.
     """
 
     came: Sequence[torch.Tensor] = ()
     kept: list[torch.Tensor | None] = attrs.field(factory=list)
     left: Sequence[torch.Tensor] = ()
+    anchor: torch.Tensor | None = None
+    rest: Callable[[], None] | None = None
 
 
 class Executor:
@@ -58,7 +63,7 @@ class Executor:
         staged: its forwards.
         inner: `run(fn, *args)` of the engine of the other axes.
         axis: the ranks along the axis of stages.
-        virtual: how many stages a rank has.
+        homes: by stage, its rank.
         schedule: by number of micro-batches.
         name: of the schedule.
         links: to other ranks.
@@ -71,7 +76,7 @@ class Executor:
         staged: StagedModel,
         inner: Run,
         axis: MeshAxis,
-        virtual: int,
+        homes: tuple[int, ...],
         schedule: Schedule,
         name: str,
         links: Links,
@@ -79,11 +84,14 @@ class Executor:
     ) -> None:
         self._abandon = abandon
         self._staged, self._inner, self._links = staged, inner, links
-        self._rank, self._ranks, self._virtual = axis.rank, axis.size, virtual
-        self._stages = axis.size * virtual
+        self._ranks, self._homes, self._stages = axis.size, homes, len(homes)
+        self._rank = axis.rank
+        self._own = [stage for stage, home in enumerate(homes) if home == axis.rank]
+        self._weights = [p for p in model.parameters() if p.requires_grad and p.numel()]
         self._schedule, self._name = schedule, name
         self._tables: dict[int, Table] = {}
         self._at: tuple[int, int] | None = None  # the stage and the micro-batch of the action under way
+        self._in_halves = False  # whether its backward is that of the inputs alone
         self._open: dict[tuple[int, int], Open] = {}
         model.forward = functools.partial(self._forward, model.forward)
 
@@ -96,7 +104,7 @@ class Executor:
     ) -> None:
         """Run the actions of this rank for n micro-batches. `sync(True)` is around its last backward."""
         actions = self.table(n)[self._rank]
-        last = max((place for place, (kind, *_) in enumerate(actions) if kind == "B"), default=-1)
+        last = max((place for place, (kind, *_) in enumerate(actions) if kind != "F"), default=-1)
         results: dict[tuple[int, int], Any] = {}
         self._open.clear()
         try:
@@ -104,9 +112,16 @@ class Executor:
                 self._at = stage, i
                 if kind == "F":
                     results[stage, i] = forward(i)
-                else:
-                    with sync(place == last):
-                        backward(i, results.pop((stage, i)))
+                    continue
+                with sync(place == last):
+                    if kind == "W":
+                        self._finish(self._open.pop((stage, i)))
+                        continue
+                    total, counts = results.pop((stage, i))
+                    self._in_halves = kind == "I" and counts
+                    backward(i, (total, counts))
+                    if kind == "B":
+                        del self._open[stage, i]
         finally:
             self._at = None
         self._links.settle()
@@ -114,8 +129,9 @@ class Executor:
     def table(self, n: int) -> Table:
         """The schedule of n micro-batches."""
         if n not in self._tables:
-            table = self._schedule(self._ranks, self._virtual, n)
+            table = self._schedule(self._ranks, self._stages // self._ranks, n)
             timed(table, self._stages, n, self._name)
+            check_places(table, self._homes, self._name)
             self._tables[n] = table
         return self._tables[n]
 
@@ -166,16 +182,31 @@ class Executor:
         """The backward of the action under way: of the loss, or with gradients from the next stage."""
         assert self._at is not None
         stage, i = self._at
-        opened = self._open.pop((stage, i))
+        opened = self._open[stage, i]
+        outputs, opened.left = opened.left, ()
         if total is not None:
-            total.backward()
-        elif opened.left:
-            grads = self._links.receive_gradients(opened.left, self._home(stage + 1), self._tag(stage, i))
-            torch.autograd.backward(opened.left, grads)
+            outputs, grads = [total], [torch.ones_like(total)]
+        else:
+            grads = self._links.receive_gradients(outputs, self._homes[stage + 1], self._tag(stage, i))
+        whole = functools.partial(torch.autograd.backward, outputs, grads)
+        if not outputs:
+            pass
+        elif not self._in_halves:
+            whole()
+        elif opened.anchor is None:  # no gradient goes further back
+            opened.rest = whole
+        else:
+            opened.rest = backward_of_inputs(outputs, grads, opened.anchor, self._weights)
         if opened.came:
             kept = opened.kept or [None] * len(opened.came)
             found = [torch.zeros_like(x) if g is None else g for x, g in zip(opened.came, kept, strict=True)]
-            self._links.send_gradients(found, self._home(stage - 1), self._tag(stage - 1, i))
+            self._links.send_gradients(found, self._homes[stage - 1], self._tag(stage - 1, i))
+
+    @staticmethod
+    def _finish(opened: Open) -> None:
+        """The backward of the weights."""
+        if opened.rest is not None:
+            opened.rest()
 
     def _forward(self, run: Run, *args: Any, **kwargs: Any) -> Any:
         """The forward of the model. Outside of a step it runs on all stages in turn."""
@@ -189,7 +220,7 @@ class Executor:
             )
         about = "look", signature((args, kwargs)), torch.is_grad_enabled()
         output: Any = None
-        for stage in range(self._rank, self._stages, self._ranks):
+        for stage in self._own:
             done: Pass | None = None
             try:
                 with self._staged.one_pass(stage, self._received(stage, 0, about, Open())) as done:
@@ -198,7 +229,7 @@ class Executor:
             except StageEnds:
                 assert done is not None
                 self._send(done, stage, 0, about)
-        source = self._home(self._stages - 1)
+        source = self._homes[-1]
         output = self._links.share(output, source, about, own=source == self._rank)
         self._links.settle()
         return output
@@ -214,7 +245,7 @@ class Executor:
         """
         if stage == 0:
             return Known()
-        source, tag = self._home(stage - 1), self._tag(stage - 1, i)
+        source, tag = self._homes[stage - 1], self._tag(stage - 1, i)
         header, tensors = self._links.receive(source, tag, (about, stage))
         if torch.is_grad_enabled():
             tensors = _begun(header, tensors, opened)
@@ -223,12 +254,9 @@ class Executor:
     def _send(self, done: Pass, stage: int, i: int, about: Hashable) -> list[torch.Tensor]:
         """Send what the next stage needs. Returns the tensors that get a gradient from it."""
         known = self._staged.sends(done)
-        to, tag = self._home(stage + 1), self._tag(stage, i)
+        to, tag = self._homes[stage + 1], self._tag(stage, i)
         tensors = self._links.send(known, to, tag, (about, stage + 1))
         return [tensor for tensor in tensors if tensor.requires_grad]
-
-    def _home(self, stage: int) -> int:
-        return stage % self._ranks
 
     def _tag(self, stage: int, i: int) -> int:
         return 1 + i * self._stages + stage
@@ -240,8 +268,8 @@ def _begun(header: Header, tensors: list[torch.Tensor], opened: Open) -> list[to
     if not places:
         return tensors
     opened.came = [tensors[place] for place in places]
-    anchor = torch.empty((), device=tensors[0].device, requires_grad=True)
+    opened.anchor = torch.empty((), device=tensors[0].device, requires_grad=True)
     begun = list(tensors)
-    for place, tensor in zip(places, _Arrival.apply(opened.kept, anchor, *opened.came), strict=True):  # pyright: ignore
+    for place, tensor in zip(places, _Arrival.apply(opened.kept, opened.anchor, *opened.came), strict=True):  # pyright: ignore
         begun[place] = tensor
     return begun

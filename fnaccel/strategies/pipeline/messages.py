@@ -111,6 +111,8 @@ class Links:
         self._forward, self._backward = forward, backward
         self._device = device
         self._sent: dict[Hashable, Header] = {}
+        self._rank = forward.rank()
+        self._own: dict[tuple[int, bool], Any] = {}  # messages between two stages of this rank
         self._received: dict[Hashable, Header] = {}
         self._shared: dict[Hashable, Header] = {}
         self._under_way: dict[tuple[int, bool], list[tuple[Any, torch.Tensor]]] = {}
@@ -128,6 +130,9 @@ class Links:
             CapabilityError: they have others.
         """
         header, tensors = pack(value)
+        if to == self._rank:
+            self._own[tag, False] = header, [tensor.detach() for tensor in tensors]
+            return tensors
         if key not in self._sent:
             self._sent[key] = header
             for part in _dumped(header, self._device):
@@ -146,6 +151,8 @@ class Links:
 
     def receive(self, source: int, tag: int, key: Hashable) -> tuple[Header, list[torch.Tensor]]:
         """Wait for an object: its header, and its tensors without a graph."""
+        if source == self._rank:
+            return self._own.pop((tag, False))
         if key not in self._received:
             length = torch.empty(1, dtype=torch.int64, device=self._device)
             dist.recv(length, group=self._forward, group_src=source, tag=tag)
@@ -160,11 +167,16 @@ class Links:
 
     def send_gradients(self, grads: Sequence[torch.Tensor], to: int, tag: int) -> None:
         """Send the gradients of the tensors of a message back."""
+        if to == self._rank:
+            self._own[tag, True] = list(grads)
+            return
         for grad in grads:
             self._begin(grad.contiguous(), to, tag, back=True)
 
     def receive_gradients(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> list[torch.Tensor]:
         """Wait for the gradients of the tensors of a message that take one. Lets go of that message."""
+        if source == self._rank:
+            return self._own.pop((tag, True), [])
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
         for grad in grads:
             dist.recv(grad, group=self._backward, group_src=source, tag=tag)

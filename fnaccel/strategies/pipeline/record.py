@@ -21,7 +21,7 @@ from fnaccel.extend import (
     maker,
     runtime_in,
 )
-from fnaccel.strategies.pipeline.schedules import round_size, schedule_of, timed
+from fnaccel.strategies.pipeline.schedules import places, round_size, schedule_of, splits_backwards, timed
 from fnaccel.strategies.pipeline.split import Split, split_model
 from fnaccel.strategies.strategy import Pairs
 from fnaccel.texts import counted, size_of
@@ -43,7 +43,12 @@ class Pipeline(Axis):
     @property
     def capabilities(self) -> frozenset[Capability]:
         """A stage waits for another one in the model's call: neither the loss nor the step is one graph."""
-        return EVERYTHING - {Capability.COMPILE_STEP, Capability.COMPILE_LOSS}
+        none = {Capability.COMPILE_STEP, Capability.COMPILE_LOSS}
+        return EVERYTHING - none - ({Capability.COMPILE_BLOCK} if self._splits_backwards else set())
+
+    @property
+    def _splits_backwards(self) -> bool:
+        return splits_backwards(schedule_of(self.schedule), max(self.degree, 2), self.virtual)
 
     def check(self, spec: Spec) -> None:
         """Raise CapabilityError for what can't run on stages."""
@@ -54,6 +59,13 @@ class Pipeline(Axis):
                 f"{runtime} runs the step by itself, and knows nothing of stages",
                 where=where,
                 fix="multiply pipeline with ddp, fsdp, hsdp, tensor or context",
+            )
+        if self._splits_backwards and "dp_shard" in spec.mesh.degrees:
+            raise CapabilityError(
+                f"schedule {self.schedule!r} computes gradients of weights apart, after their shards "
+                "have been let go",
+                where=where,
+                fix="schedule='1f1b' or 'interleaved' beside fsdp and hsdp; or ddp",
             )
         if spec.step.settings.sync_each:
             raise CapabilityError(
@@ -107,15 +119,15 @@ class Pipeline(Axis):
             own = [param for name, param in named.items() if split.parameters[name][0] == stage]
             count, held = sum(x.numel() for x in own), sum(x.nbytes for x in own)
             layers = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
-            lines.append(
-                f"stage {stage} on rank {stage % size} of pp: {layers}, {count:,} parameters, {size_of(held)}"
-            )
-        homes = {name: users[0] % size for name, users in split.parameters.items()}
+            what = f"{layers}, {count:,} parameters, {size_of(held)}"
+            lines.append(f"stage {stage} on rank {split.homes[stage]} of pp: {what}")
+        homes = {name: users[0] for name, users in split.users.items()}
         return homes, tuple(lines)
 
     def split_of(self, model: nn.Module, size: int) -> Split:
         """The model cut into the stages of `size` ranks."""
-        return split_model(model, self.split, dict(self.weights or ()), size * self.virtual)
+        homes = places(schedule_of(self.schedule), size, self.virtual)
+        return split_model(model, self.split, dict(self.weights or ()), homes)
 
     def obstacle_to_capture(self, spec: Spec) -> str:  # noqa: ARG002
         """Why a step is not one graph."""
@@ -143,10 +155,13 @@ def pipeline(
             parameters. A sequence of paths names the modules where stages begin: `("blocks.4", "blocks.9")`.
             A dict gives the stage of modules: `{"embed": 0, "blocks.0": 1}`. What it does not name is on the
             stage of the block before.
-        schedule: `"1f1b"`, `"gpipe"`, `"interleaved"`, or `"module:function"`, a function `(ranks, virtual,
-            micro_batches)` that returns for each rank its actions `("F", stage, i)` and `("B", stage, i)`.
-        virtual: how many stages each rank has. Rank r of p has the stages r, p + r, 2p + r, ... More of them
-            wait less, and send more. For `"interleaved"`, `"gpipe"` and schedules of yours.
+        schedule: `"1f1b"`, `"gpipe"`, `"interleaved"`, `"zero_bubble"`, or `"module:function"`, a function
+            `(ranks, virtual, micro_batches)`. It lists for each rank its actions, forwards `("F", stage, i)`
+            and backwards `("B", stage, i)`. In the place of "B" may stand "I", the gradients of inputs, and
+            later "W", those of weights. The lists say where stages lie, too.
+        virtual: how many stages each rank has. Rank r of p has the stages r, p + r, 2p + r, ..., and under
+            `"zero_bubble"` the two stages r and 2p - 1 - r. More of them wait less, and send more. For all
+            schedules but `"1f1b"`.
         weights: of `"embedding"` and `"head"`, the parameters before and after the blocks, if a block weighs
             1. Both weigh 1 by default. For `split="even"`.
 
@@ -177,6 +192,12 @@ def pipeline(
         f"split={split!r} says not where stages begin",
         where,
         '"even", "size", a sequence of paths, or a dict of stages by path',
+    )
+    require(
+        virtual == 2 or schedule != "zero_bubble",
+        f"schedule 'zero_bubble' has two stages a rank, and virtual={virtual}",
+        where,
+        "virtual=2",
     )
     schedule_of(schedule)
     cut: Any = split

@@ -51,14 +51,31 @@ class Split:
             that of the last member pass over the group.
         parameters: by canonical name, the stages that use the parameter. The first one owns it.
         names: the stage of each name of a parameter or a buffer.
-        stages: how many.
+        homes: by stage, its rank along the axis.
     """
 
     elements: tuple[Element, ...]
     groups: tuple[Element, ...]
     parameters: dict[str, tuple[int, ...]]
     names: dict[str, int]
-    stages: int
+    homes: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """How many."""
+        return len(self.homes)
+
+    def home(self, name: str) -> int:
+        """The rank of a parameter or a buffer."""
+        return self.homes[self.names[name]]
+
+    @functools.cached_property
+    def users(self) -> dict[str, tuple[int, ...]]:
+        """By canonical name, the ranks that use the parameter. The first one owns it."""
+        return {
+            name: tuple(dict.fromkeys(self.homes[stage] for stage in stages))
+            for name, stages in self.parameters.items()
+        }
 
     @functools.cached_property
     def last(self) -> dict[int, Element]:
@@ -83,20 +100,21 @@ class Split:
         return any(element.has(name) for element in self.elements)
 
 
-def split_model(model: nn.Module, asked: Any, weights: Mapping[str, float], stages: int) -> Split:
+def split_model(model: nn.Module, asked: Any, weights: Mapping[str, float], homes: tuple[int, ...]) -> Split:
     """Cut a model into stages.
 
     Args:
         model: the whole model.
         asked: `"even"`, `"size"`, the paths where stages begin, or pairs of a path and its stage.
         weights: of `"embedding"` and `"head"`, where a block weighs 1. For `"even"`.
-        stages: how many.
+        homes: by stage, its rank along the axis.
 
     Raises:
         ArgumentError: a number of paths or a stage that does not fit, or a stage without a block.
         CapabilityError: the model has no chain of blocks, or fewer than stages, or several.
         UnknownNameError: a path that no module has. Names the nearest.
     """
+    stages = len(homes)
     named = dict(model.named_modules())
     found = [name for block, module in blocks(model) for name in _called(block, module)]
     _check_once(model, found)
@@ -128,7 +146,7 @@ def split_model(model: nn.Module, asked: Any, weights: Mapping[str, float], stag
     for name, param in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(param), []).append(name)
     users = {each[0]: tuple(dict.fromkeys(of_names[name] for name in each)) for each in aliases.values()}
-    return Split(tuple(elements), groups, users, of_names, stages)
+    return Split(tuple(elements), groups, users, of_names, homes)
 
 
 def _called(path: str, module: nn.Module) -> Iterator[str]:

@@ -263,6 +263,7 @@ def test_a_model_that_cannot_be_split_raises_at_init(pools, name):
         {"degree": 0},
         {"virtual": 0},
         {"virtual": 2},
+        {"schedule": "zero_bubble"},
         {"split": "odd"},
         {"schedule": "2f2b"},
         {"weights": {"body": 1}},
@@ -307,6 +308,10 @@ def whole_step():
     return fa.compile(loss_fn, "step", backend="eager")
 
 
+def blocks():
+    return fa.compile(loss_fn, "block", backend="eager")
+
+
 def whole_loss():
     return fa.compile(loss_fn, "loss", backend="eager")
 
@@ -321,6 +326,7 @@ def plain():
     return loss_fn
 
 
+ZERO_BUBBLE = "pipeline(2, schedule='zero_bubble', virtual=2)"
 REFUSED = {
     "gradients of each micro-batch": (
         each,
@@ -331,6 +337,8 @@ REFUSED = {
     "parameters as values": (values, "pipeline(2)", "ranks along pp compute parts of one model"),
     "the step as one graph": (whole_step, "pipeline(2)", "compile"),
     "the loss as one graph": (whole_loss, "pipeline(2)", "compile"),
+    "a block as a graph in halves": (blocks, ZERO_BUBBLE, "compile"),
+    "shards that are gone": (plain, f"{ZERO_BUBBLE} * fsdp(2)", "computes gradients of weights apart"),
     "two models": (plain, "pipeline(2)", "a pipeline splits one model"),
     "deepspeed": (plain, "pipeline(2) * deepspeed(stage=0)", "deepspeed runs the step by itself"),
 }
@@ -339,9 +347,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_stages_cannot_do_is_refused(pools, name):
     make, strategy, text = REFUSED[name]
-    assert text in raised(
-        pools, make, strategy, two_gpts if name == "two models" else models.deep_gpt, fn=started
-    )
+    model = two_gpts if name == "two models" else models.deep_gpt
+    assert text in raised(pools, make, strategy, model, ranks=4 if "fsdp" in strategy else 2, fn=started)
 
 
 def lent():

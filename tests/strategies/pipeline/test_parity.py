@@ -61,11 +61,13 @@ def test_each_cell_of_the_matrix_equals_the_raw_loop(pools, row):
 
 
 INTERLEAVED = "pipeline(2, schedule='interleaved', virtual=2)"
+ZERO_BUBBLE = "pipeline(2, schedule='zero_bubble', virtual=2)"
 ALONE = {
     "two stages": (2, "pipeline(2)"),
     "four stages": (4, "pipeline(4)"),
     "all forwards first": (4, "pipeline(4, schedule='gpipe')"),
     "two stages a rank": (2, INTERLEAVED),
+    "zero-bubble": (2, ZERO_BUBBLE),
     "stages by path": (2, "pipeline(2, split=('blocks.3',))"),
     "the embedding alone": (2, ""),
 }
@@ -85,7 +87,7 @@ MODELS = {
 
 
 @pytest.mark.long_except(
-    "^(gpt|tied|dropout|moving buffers|values beside|a mask between|copied layers|stored numbers)-two stages$|^dropout-two stages a|^(gpt|tied|moving buffers|values beside)-four|^moving buffers-two stages a"
+    "^(gpt|tied|dropout|moving buffers|values beside|a mask between|copied layers|stored numbers)-two stages$|^dropout-two stages a|^(gpt|tied|dropout|values beside|first half frozen)-zero|^(gpt|tied|moving buffers|values beside)-four|^moving buffers-two stages a"
 )
 @pytest.mark.parametrize("layout", ALONE)
 @pytest.mark.parametrize("model", MODELS)
@@ -111,6 +113,8 @@ PRODUCTS = {
     "ddp": (4, "pipeline(2) * ddp(2)", 2),
     "fsdp": (4, "pipeline(2) * fsdp(2)", 2),
     "four rounds with fsdp": (4, f"{INTERLEAVED} * fsdp(2)", 2),
+    "zero-bubble with ddp": (4, f"{ZERO_BUBBLE} * ddp(2)", 2),
+    "zero-bubble with tensor": (4, fa.strategy(ZERO_BUBBLE) * fa.tensor(2, PLAN), 1),
     "tensor": (4, fa.pipeline(2) * fa.tensor(2, PLAN), 1),
     "sequence": (
         4,
@@ -127,7 +131,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.long_except("^(ddp|fsdp|tensor)$")
+@pytest.mark.long_except("^(ddp|fsdp|tensor|zero-bubble with ddp)$")
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_equals_plain_pytorch(pools, name):
     ranks, strategy, parts = PRODUCTS[name]

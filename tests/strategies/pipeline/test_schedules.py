@@ -17,10 +17,10 @@ def timing(name, ranks, virtual, micro_batches):
     return schedules.timed(table, ranks * virtual, micro_batches, name)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("name", schedules.READY)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_a_ready_schedule_ends_for_any_number_of_micro_batches(name, ranks):
-    for virtual in (1,) if name == "1f1b" else (1, 2, 3):
+    for virtual in {"1f1b": (1,), "zero_bubble": (2,)}.get(name, (1, 2, 3)):
         for micro_batches in range(1, 2 * ranks + 4):
             assert timing(name, ranks, virtual, micro_batches).length >= 3 * virtual * micro_batches
 
@@ -32,6 +32,15 @@ def test_a_ready_schedule_ends_for_any_number_of_micro_batches(name, ranks):
 def test_the_idle_share_is_that_of_the_formula(name, virtual, ranks, micro_batches):
     expected = (ranks - 1) / (virtual * micro_batches + ranks - 1)
     assert timing(name, ranks, virtual, micro_batches).idle == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 7), (4, 16), (8, 15)])
+def test_zero_bubble_waits_at_the_ends_alone(ranks, micro_batches):
+    """A stage is half as long as one of 1F1B, and its forward a third of that."""
+    found = timing("zero_bubble", ranks, 2, micro_batches)
+    assert found.idle == pytest.approx((ranks - 1) / (6 * micro_batches + ranks - 1))
+    assert found.idle < timing("interleaved", ranks, 2, micro_batches).idle
+    assert found.idle < timing("1f1b", ranks, 1, micro_batches).idle
 
 
 def test_activations_in_flight_are_counted():
@@ -60,10 +69,28 @@ def test_interleaved_has_the_order_of_torch(ranks, virtual, micro_batches):
     assert torch_orders.interleaved(ranks, virtual, micro_batches) == [list(row) for row in table]
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 4), (3, 5), (4, 3), (4, 7), (4, 12)])
+def test_zero_bubble_has_the_order_of_torch(ranks, micro_batches):
+    table = schedules.zero_bubble(ranks, 2, micro_batches)
+    assert torch_orders.zero_bubble(ranks, micro_batches) == [list(row) for row in table]
+
+
+def test_stages_of_zero_bubble_lie_in_a_v():
+    assert schedules.places(schedules.zero_bubble, 3, 2) == (0, 1, 2, 2, 1, 0)
+    assert schedules.places(schedules.interleaved, 3, 2) == (0, 1, 2, 0, 1, 2)
+
+
 def test_the_picture_has_a_line_for_each_rank():
     assert timing("1f1b", 2, 1, 2).picture().splitlines() == [
         "rank 0    0   1   .   . [0] [0]   . [1] [1]",
         "rank 1    .   0 [0] [0]   1 [1] [1]   .   .",
+    ]
+
+
+def test_the_picture_shows_backwards_in_two_parts():
+    assert timing("zero_bubble", 2, 2, 1).picture().splitlines() == [
+        "rank 0    0   .   .   0 [0] (0)   .   . [0] (0)",
+        "rank 1    .   0   0   .   . [0] (0) [0] (0)   .",
     ]
 
 
@@ -75,6 +102,14 @@ BAD = {
     "lists the forward of micro-batch 0 on stage 0 twice": [
         [("F", 0, 0), ("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("B", 0, 1)],
         [("F", 1, 0), ("B", 1, 0), ("F", 1, 1), ("B", 1, 1)],
+    ],
+    "leaves out the gradient of the weights of micro-batch 0 on stage 1": [
+        [("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("B", 0, 1)],
+        [("F", 1, 0), ("I", 1, 0), ("F", 1, 1), ("B", 1, 1)],
+    ],
+    "does not end: rank 0 at the backward of micro-batch 1 on stage 0; rank 1 at the gradient of the weights of micro-batch 1 on stage 1": [
+        [("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("B", 0, 1)],
+        [("F", 1, 0), ("B", 1, 0), ("F", 1, 1), ("W", 1, 1), ("I", 1, 1)],
     ],
     "lists ('F', 2, 0)": [[("F", 2, 0)], []],
     "runs stage 1 on rank 0, and rank 1 has its layers": [
@@ -127,3 +162,4 @@ def test_a_plan_says_how_long_ranks_wait():
 def test_the_page_shows_the_picture_of_the_data():
     page = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text()
     assert timing("1f1b", 4, 1, 4).picture() in page
+    assert timing("zero_bubble", 2, 2, 4).picture() in page

@@ -47,6 +47,7 @@ CHAIN = [
     (2, "pipeline(2)"),
     (4, "pipeline(4)"),
     (2, "pipeline(2, schedule='interleaved', virtual=2)"),
+    (2, "pipeline(2, schedule='zero_bubble', virtual=2)"),
     (3, "fsdp(3)"),
     (4, "pipeline(2) * fsdp(2)"),
     (4, "pipeline(2, split=('blocks.3',)) * ddp(2)"),

@@ -114,9 +114,11 @@ def trained(model, strategy):
 
 
 INTERLEAVED = "pipeline(2, schedule='interleaved', virtual=2)"
+ZERO_BUBBLE = "pipeline(2, schedule='zero_bubble', virtual=2)"
 ROWS = [
     *((model, 2, "pipeline(2)") for model in (gpt2, llama, mistral, qwen3, bert, vit, mixtral, hidden_states, lora)),
     *((mixtral, ranks, text) for ranks, text in ((4, "pipeline(4)"), (2, "pipeline(2, schedule='gpipe')"), (2, INTERLEAVED))),
+    *((model, 2, ZERO_BUBBLE) for model in (gpt2, bert, mixtral, lora)),
     *((model, 4, "pipeline(4)") for model in (gpt2, bert, hidden_states, lora)),
     (hidden_states, 2, INTERLEAVED),
     (t5, 2, "pipeline(2, split=('decoder.block.0',))"),

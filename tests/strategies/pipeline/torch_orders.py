@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 from torch.distributed.pipelining import schedules as theirs
 
-_KINDS = {"FORWARD": "F", "BACKWARD": "B", "FULL_BACKWARD": "B"}
+_KINDS = {
+    "FORWARD": "F",
+    "BACKWARD": "B",
+    "FULL_BACKWARD": "B",
+    "BACKWARD_INPUT": "I",
+    "BACKWARD_WEIGHT": "W",
+}
 
 
 def _plain(order):
@@ -36,4 +42,11 @@ def interleaved(ranks, virtual, micro_batches):
         microbatches_per_round=micro_batches // rounds,
     )
     calculate = theirs.ScheduleInterleaved1F1B._calculate_single_rank_operations
+    return [_plain(calculate(schedule, rank)) for rank in range(ranks)]
+
+
+def zero_bubble(ranks, micro_batches):
+    """The actions of each rank under ScheduleZBVZeroBubble."""
+    schedule = SimpleNamespace(pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=micro_batches)
+    calculate = theirs.ScheduleZBVZeroBubble._calculate_single_rank_operations
     return [_plain(calculate(schedule, rank)) for rank in range(ranks)]
