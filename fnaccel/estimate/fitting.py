@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import attrs
 
-from fnaccel.errors import FnaccelError
+from fnaccel import transforms
+from fnaccel.data.cut import rows_of
+from fnaccel.errors import FnaccelError, RepeatedTransformError
 from fnaccel.estimate.training_memory import TrainingEstimate, training
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.step.step import StepLike
 from fnaccel.strategies.distribute import Model, distribute
-from fnaccel.transforms import remat
 from fnaccel.tree import Tree
 
 
@@ -40,12 +42,15 @@ class Choice:
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Operations and bytes sent for the rows that one rank would have without `tp`. Less is better."""
+        """Operations and bytes sent for the rows of a rank without `tp` and `pp`. Less is better.
+
+        Operations count as more by the time in which stages wait.
+        """
         if self.estimate is None:
             return float("inf"), float("inf")
-        alike = self.estimate.degrees.get("tp", 1)
+        alike = self.estimate.degrees.get("tp", 1) * self.estimate.degrees.get("pp", 1)
         work = self.estimate.work
-        return work.flops * alike, sum(work.sizes.values()) * alike
+        return work.flops * alike / (1 - self.estimate.idle), sum(work.sizes.values()) * alike
 
 
 def strategies_for(ranks: int, per_machine: int) -> list[str]:
@@ -54,7 +59,7 @@ def strategies_for(ranks: int, per_machine: int) -> list[str]:
     Example:
         >>> from fnaccel.estimate.fitting import strategies_for
         >>> strategies_for(4, 2)
-        ['ddp', 'zero2', 'hsdp(2, 2)', 'fsdp', 'fsdp(2) * tensor(2)']
+        ['ddp', 'zero2', 'hsdp(2, 2)', 'fsdp', 'fsdp(2) * tensor(2)', 'pipeline(2) * fsdp(2)']
     """
     if ranks == 1:
         return ["local"]
@@ -70,6 +75,9 @@ def strategies_for(ranks: int, per_machine: int) -> list[str]:
         if ranks % size == 0:
             texts.append(f"tensor({size})" if size == ranks else f"fsdp({ranks // size}) * tensor({size})")
         size *= 2
+    size = machines if machines > 1 else 2  # links between machines are slow
+    if ranks % size == 0:
+        texts.append(f"pipeline({size})" if size == ranks else f"pipeline({size}) * fsdp({ranks // size})")
     return texts
 
 
@@ -87,7 +95,8 @@ def choices(
     """Estimate strategies with and without remat, for one number of rows on each rank.
 
     Args:
-        step: as for `fa.train_step`, without remat.
+        step: as for `fa.train_step`, without remat. Under a pipeline a batch is cut into up to 16
+            micro-batches, if the step says no number of them.
         model: a factory.
         optimizer: a description such as `fa.adamw(3e-4)`.
         batch: the rows of one rank.
@@ -107,8 +116,9 @@ def choices(
     for text in only or strategies_for(ranks, per_machine or ranks):
         for recomputes in (False, True):
             try:
+                own = _in_micro_batches(step, batch) if text.startswith("pipeline") else step
                 estimate = training(
-                    remat(step) if recomputes else step,
+                    transforms.remat(own) if recomputes else own,
                     model=distribute(model, text),
                     optimizer=optimizer,
                     batch=batch,
@@ -122,6 +132,13 @@ def choices(
                 fits = estimate.on_device <= budget
                 compared.append(Choice(strategy=text, remat=recomputes, estimate=estimate, fits=fits))
     return compared
+
+
+def _in_micro_batches(step: StepLike, batch: Tree) -> StepLike:
+    """A step with a micro-batch for each row, up to 16, unless it says how many there are."""
+    with contextlib.suppress(RepeatedTransformError):
+        return transforms.accumulate(step, max(1, min(rows_of(batch), 16)))
+    return step
 
 
 def cheapest(compared: Sequence[Choice]) -> Choice | None:

@@ -47,7 +47,7 @@ class LeastTime:
     """Seconds below which a step can't be.
 
     Attributes:
-        compute: the floating-point operations at the rate of a rank.
+        compute: the floating-point operations at the rate of a rank, and the time in which stages wait.
         links: the bytes of each link's collectives at its rate.
 
     Example:
@@ -101,9 +101,11 @@ def least_time(estimate: TrainingEstimate, rates: Rates) -> LeastTime:
         if ranks > 1:
             name = "network" if crosses else "link"
             rate = rates.network if crosses else rates.link
-            links[name] += _PASSES.get(kind, 1.0) * (ranks - 1) / ranks * size / rate
+            share = 1.0 if kind == "send" else _PASSES.get(kind, 1.0) * (ranks - 1) / ranks
+            links[name] += share * size / rate
     return LeastTime(
-        compute=work.flops / rates.flops, links={name: time for name, time in links.items() if time}
+        compute=work.flops / rates.flops / (1 - estimate.idle),
+        links={name: time for name, time in links.items() if time},
     )
 
 

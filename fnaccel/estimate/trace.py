@@ -21,6 +21,7 @@ from fnaccel.engine.passes import Inputs
 from fnaccel.estimate._torch import unsharded_gradients, without_chunks
 from fnaccel.estimate.account import GRADIENTS, Account
 from fnaccel.estimate.repeated import TRACED, Repeated, multiply, shorten
+from fnaccel.estimate.stages import OneStage
 from fnaccel.extend import Build, Built, Forward, MicroBatch, Spec
 from fnaccel.models import _torch
 from fnaccel.models.blocks import NamedUnits, find_units
@@ -50,6 +51,7 @@ class TracePlan:
         averaged: whether gradients are copied into buckets as backward makes them.
         inside: names of modules that transforms are about.
         most: how many blocks of a run of equal ones are traced. 0: all.
+        stage: the stage of a pipeline that is traced alone.
     """
 
     built: Built
@@ -60,10 +62,13 @@ class TracePlan:
     averaged: bool = False
     inside: Mapping[str | None, Sequence[str]]
     most: int = TRACED
+    stage: OneStage | None = None
 
 
 def trace(plan: TracePlan, account: Account) -> int:
     """Run the forward and backward passes of one step, and count them in `account`.
+
+    Of a stage they are those of one micro-batch, with the work of all.
 
     Returns:
         How many blocks were not traced, since they equal one that was.
@@ -90,7 +95,11 @@ def trace(plan: TracePlan, account: Account) -> int:
         trained = plan.spec.optimizers or {}
         ModuleModes([(module, key in trained) for key, module in plan.built.modules.items()])
         stack.enter_context(account)
-        pass_.step(batch)
+        if plan.stage is None:
+            pass_.step(batch)
+        else:
+            stack.enter_context(torch.enable_grad())
+            pass_.stage(batch, plan.stage)
     return sum(run.left_out for run in runs)
 
 
@@ -180,8 +189,35 @@ class _Pass:
         account.phase = "update"
         account.hold(0)
 
+    def stage(self, batch: Tree, stage: OneStage) -> None:
+        """A micro-batch of one stage, and a second one beside the gradients of the first."""
+        account, settings, host = self._account, self._plan.lowered.settings, self._plan.built.host
+        first, *others = micro_batches(batch, settings.micro_batches, torch.device("cpu"))
+        weights = [param for param in host.parameters() if param.requires_grad]
+        stage.watch(account)
+        stage.rows = [micro.valid / first.valid for micro in (first, *others)]
+        for number in range(2 if others else 1):
+            self._communicates = number == 1 or not others
+            before = account.moment()
+            with self._forward.sync(self._communicates):
+                stage.run(lambda: self._total(first, []), weights)
+            account.label([w.grad for w in weights if w.grad is not None], GRADIENTS)
+            account.label(unsharded_gradients(host), GRADIENTS)
+            stage.ran()
+            if number == 0:
+                account.work.repeat(before.work, max(0, len(others) - 1))
+
     def _run(self, micro: MicroBatch, results: list[Any]) -> None:
-        account, loss = self._account, self._plan.lowered.loss
+        account = self._account
+        account.phase = "forward"
+        total = self._total(micro, results)
+        account.phase = "backward"
+        account.hold(0)
+        total.backward()
+
+    def _total(self, micro: MicroBatch, results: list[Any]) -> torch.Tensor:
+        """The total of the loss of a micro-batch."""
+        loss = self._plan.lowered.loss
 
         def forward(model: Any, data: Tree) -> torch.Tensor:
             parts = read_loss(loss.fn(model, data), loss.where)
@@ -192,11 +228,7 @@ class _Pass:
             inputs = Inputs(step=0, updates=0, rates=[], root=0, rank=0, streams=())
             facts = inputs.facts(torch.device("cpu"), loss.informed)
             loss.informed.info = facts.of(attrs.evolve(micro, valid=0, first=0))
-        account.phase = "forward"
-        total = self._forward.run(forward, micro.data)
-        account.phase = "backward"
-        account.hold(0)
-        total.backward()
+        return self._forward.run(forward, micro.data)
 
     def _accumulated(self, param: torch.Tensor) -> None:
         assert param.grad is not None

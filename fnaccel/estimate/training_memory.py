@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, require
 from fnaccel.estimate.account import GRADIENTS, Account, Peak
 from fnaccel.estimate.repeated import CHECKED, TRACED
+from fnaccel.estimate.stages import OneStage, Schedules, peaks_of_rank
 from fnaccel.estimate.trace import TracePlan, trace
 from fnaccel.estimate.work import Work
 from fnaccel.extend import Built, Mesh, Spec, Strategy, construct
@@ -63,6 +65,7 @@ class TrainingEstimate:
         work: floating-point operations, and the collectives of a step by axis and kind.
         degrees: ranks along each axis.
         offloads: whether parameters, gradients and slots are in the memory of the host.
+        idle: the share of time in which ranks of a pipeline wait for each other.
 
     Example:
         >>> estimate = fa.estimate.training(
@@ -80,6 +83,7 @@ class TrainingEstimate:
     work: Work
     degrees: Mapping[str, int]
     offloads: bool = False
+    idle: float = 0.0
 
     @property
     def total(self) -> int:
@@ -108,6 +112,8 @@ class TrainingEstimate:
             f"    {axis:<13}{self.work.counts[axis, kind]} {kind}, {size_of(size)}"
             for (axis, kind), size in self.work.sizes.items()
         ]
+        if self.idle:
+            lines.append(f"  ranks wait {self.idle:.0%} of the time for other stages")
         return "\n".join(lines)
 
 
@@ -166,6 +172,9 @@ def training(
         )
     try:
         with _quietly(), _on_simulated_ranks(planned_step.spec, chosen.strategy) as spec:
+            axis = next((x for x in chosen.strategy.axes if isinstance(x, Schedules)), None)
+            if axis is not None and planned_step.spec.mesh.degrees[axis.mesh_axis] > 1:
+                return _of_stages(axis, chosen, planned_step, spec, batch)
             few = _of_few_blocks(chosen, planned_step, spec, batch)
             return _built_and_traced(chosen, planned_step, spec, batch, 0) if few is None else few
     except FnaccelError:
@@ -224,13 +233,101 @@ def _alike(one: TrainingEstimate, other: TrainingEstimate) -> bool:
 
 
 def _built_and_traced(
-    chosen: Chosen, planned_step: Planned, simulated: Spec, batch: Tree, most: int
+    chosen: Chosen, planned_step: Planned, simulated: Spec, batch: Tree, most: int, part: _Part | None = None
 ) -> TrainingEstimate:
     built = construct(chosen.model, 0, empty=True)
     try:
-        return _of(built, chosen.strategy, planned_step, simulated, batch, most)
+        return _of(built, chosen.strategy, planned_step, simulated, batch, most, part)
     finally:
         release(built)
+
+
+@attrs.define(eq=False)
+class _Part:
+    """A stage that is traced alone.
+
+    Attributes:
+        axis: the pipeline.
+        number: of the stage.
+        traced: what the trace finds.
+        home: its rank along the axis.
+        copies: bytes of weights there that another rank owns.
+        others: names of parameters that are not there.
+    """
+
+    axis: Schedules
+    number: int
+    traced: OneStage = attrs.field(init=False)
+    home: int = attrs.field(init=False)
+    copies: int = attrs.field(init=False)
+    others: list[str] = attrs.field(init=False)
+
+    def find(self, built: Built, size: int) -> None:
+        """Look for the stage in a model."""
+        split, named = self.axis.split_of(built.model, size), dict(built.named("parameters"))
+        begin = next(each.module for each in split.elements if each.stage == self.number)
+        end = split.end(self.number)
+        self.traced = OneStage(
+            begin if self.number else None, None if end is None else end.module, self.axis.halves()
+        )
+        self.home = split.homes[self.number]
+        self.copies = sum(named[name].nbytes for name, users in split.users.items() if self.home in users[1:])
+        self.others = [name for name, users in split.users.items() if self.home not in users]
+
+
+def _of_stages(
+    axis: Schedules, chosen: Chosen, planned_step: Planned, simulated: Spec, batch: Tree
+) -> TrainingEstimate:
+    """The rank of a pipeline that holds most. Stages that are alike are traced once."""
+    spec = planned_step.spec
+    size, n = spec.mesh.degrees[axis.mesh_axis], max(1, spec.step.settings.micro_batches)
+    timing = axis.timing(size, n)
+    built = construct(chosen.model, 0, empty=True)
+    try:
+        split = axis.split_of(built.model, size)
+        numbers = range(split.stages)
+        kinds = [(number == 0, number == split.stages - 1, _blocks_of(split, number)) for number in numbers]
+    finally:
+        release(built)
+    on_rank = [[number for number in numbers if split.homes[number] == rank] for rank in range(size)]
+    known: dict[object, tuple[TrainingEstimate, OneStage]] = {}
+    traced: list[tuple[TrainingEstimate, OneStage]] = []
+    for number in numbers:  # what a rank holds for all of a step depends on all of its stages
+        key = kinds[number], tuple(kinds[each] for each in on_rank[split.homes[number]])
+        if key not in known:
+            part = _Part(axis, number)
+            known[key] = _built_and_traced(chosen, planned_step, simulated, batch, 0, part), part.traced
+        traced.append(known[key])
+    lowered, sharded = planned_step.lowered(None), any(isinstance(x, Fsdp) for x in chosen.strategy.axes)
+    stages = [stage for _, stage in traced]
+    ranks: list[TrainingEstimate] = []
+    for own, row in zip(on_rank, timing.rows, strict=True):
+        estimate, work = traced[own[0]][0], Work()
+        for number in own:
+            work.add(traced[number][0].work)
+            for each in (number, number - 1):  # activations go on, and gradients back
+                if 0 <= each < split.stages - 1:
+                    work.send(axis.mesh_axis, "send", n * stages[each].sent, n)
+        _send_by_step(work, estimate.footprint, lowered, sharded=sharded)
+        highest = peaks_of_rank((action for *_, action in row), stages)
+        ranks.append(
+            attrs.evolve(
+                estimate,
+                peak=max(highest.values(), key=lambda peak: peak.total),
+                phases={**estimate.phases, **{phase: peak.total for phase, peak in highest.items()}},
+                work=work,
+                idle=timing.idle,
+            )
+        )
+    return max(ranks, key=lambda each: each.total)
+
+
+def _blocks_of(split: Any, number: int) -> tuple[tuple[type, int], ...]:
+    return tuple(
+        (type(each.module), sum(param.numel() for param in each.module.parameters()))
+        for each in split.elements
+        if each.stage == number
+    )
 
 
 def _planned(
@@ -253,7 +350,13 @@ def _planned(
 
 
 def _of(
-    built: Built, strategy: Strategy, planned_step: Planned, simulated: Spec, batch: Tree, most: int
+    built: Built,
+    strategy: Strategy,
+    planned_step: Planned,
+    simulated: Spec,
+    batch: Tree,
+    most: int,
+    part: _Part | None,
 ) -> TrainingEstimate:
     spec, lowered = planned_step.spec, planned_step.lowered(None)
     degrees = spec.mesh.degrees
@@ -268,11 +371,16 @@ def _of(
         for module in built.modules.values():
             _torch.cast_floats(module, lowered.settings.precision.param)
     layout = planned_step.plan.layout.replace(" (cpu)", "")
-    sizes = footprint_of(built, strategy, degrees, spec.optimizers, layout)
     fsdp = next((axis for axis in strategy.axes if isinstance(axis, Fsdp)), None)
-    averaged = fsdp is None and spec.mesh.gradient_size > 1
+    if part is not None:
+        part.find(built, degrees[part.axis.mesh_axis])
+        fsdp = None if fsdp is None else attrs.evolve(fsdp, ignore=(*fsdp.ignore, *part.others))
+    home = None if part is None else part.home
+    sizes = footprint_of(built, strategy, degrees, spec.optimizers, layout, home=home)
+    averaged = fsdp is None and part is None and spec.mesh.gradient_size > 1
     account = Account() if fsdp is None else Account(_axis_of(simulated.mesh))
     _hold(account, built, sizes, lowered, batch)
+    account.hold(0 if part is None else part.copies, "parameters")
     account.hold(sizes.gradients if averaged else 0, GRADIENTS)
     hooks = apply_axes(built, simulated, lowered.modules)
     inside: dict[str | None, list[str]] = {key: [] for key in built.modules}
@@ -283,11 +391,12 @@ def _of(
             hook.on_module(module, f"transform {name}")
     plan = TracePlan(
         built=built, lowered=lowered, batch=batch, spec=simulated, fsdp=fsdp, averaged=averaged,
-        inside=inside, most=most,
+        inside=inside, most=most, stage=None if part is None else part.traced,
     )  # fmt: skip
     left_out = trace(plan, account)
     phases = {phase: peak.total for phase, peak in account.highest.items() if phase}
-    _send_by_step(account, sizes, lowered, sharded=fsdp is not None)
+    if part is None:
+        _send_by_step(account.work, sizes, lowered, sharded=fsdp is not None)
     return TrainingEstimate(
         footprint=sizes,
         peak=account.top,
@@ -318,7 +427,7 @@ def _averages(sizes: Footprint, buffers: list[torch.Tensor]) -> int:
     return sum(count * torch.promote_types(dtype, torch.float32).itemsize for count, dtype in counts)
 
 
-def _send_by_step(account: Account, sizes: Footprint, lowered: Lowered, *, sharded: bool) -> None:
+def _send_by_step(work: Work, sizes: Footprint, lowered: Lowered, *, sharded: bool) -> None:
     """Count the collectives that follow the backward pass. The trace met those of shards and of `tp`."""
     settings = lowered.settings
     reduce = settings.precision.reduce
@@ -330,7 +439,7 @@ def _send_by_step(account: Account, sizes: Footprint, lowered: Lowered, *, shard
         if gradients and reduce in (torch.bfloat16, torch.float16) and row.axis == "loss":
             size = size * reduce.itemsize // settings.precision.param.itemsize
         times = max(1, settings.micro_batches) if settings.sync_each and gradients else 1
-        account.work.send(row.axis, row.kind, size * times, row.count * times)
+        work.send(row.axis, row.kind, size * times, row.count * times)
 
 
 def _axis_of(mesh: Mesh) -> Callable[[str], str]:
@@ -343,7 +452,7 @@ def _axis_of(mesh: Mesh) -> Callable[[str], str]:
 @contextlib.contextmanager
 def _on_simulated_ranks(spec: Spec, strategy: Strategy) -> Generator[Spec]:
     """The train step on a mesh of ranks that are simulated: all under fsdp, else those that cut the model."""
-    degrees = dict(spec.mesh.degrees)
+    degrees = {name: size for name, size in spec.mesh.degrees.items() if name != "pp"}
     if not any(isinstance(axis, Fsdp) for axis in strategy.axes):
         cutting = [getattr(axis, "mesh_axis", "") for axis in strategy.axes if isinstance(axis, Rewrites)]
         degrees = {name: size for name, size in degrees.items() if name in cutting and size > 1}

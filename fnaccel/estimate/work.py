@@ -50,6 +50,12 @@ class Work:
         self.counts[axis, kind] += count
         self.sizes[axis, kind] += size
 
+    def add(self, other: Work) -> None:
+        """Count the work of another trace, too."""
+        self.flops += other.flops
+        self.counts += other.counts
+        self.sizes += other.sizes
+
     def copy(self) -> Work:
         """The work until now."""
         return Work(self.flops, self.counts.copy(), self.sizes.copy())

@@ -258,7 +258,13 @@ def _axes(degrees: Mapping[str, int], ranks: int) -> str:
 
 
 def footprint_of(
-    built: Built, axes: Strategy, degrees: Mapping[str, int], optimizer: object, layout: str
+    built: Built,
+    axes: Strategy,
+    degrees: Mapping[str, int],
+    optimizer: object,
+    layout: str,
+    *,
+    home: int | None = None,
 ) -> Footprint:
     """The footprint of modules that are built already, whole and without values. Changes nothing.
 
@@ -268,6 +274,7 @@ def footprint_of(
         degrees: the ranks along each axis.
         optimizer: as for `footprint`.
         layout: the first line of its text.
+        home: the rank along an axis of stages. None: the one with the most parameters.
     """
     cuts: dict[str, Cut] = {}
     talks: list[Traffic] = []
@@ -280,7 +287,7 @@ def footprint_of(
             talks += axis.traffic(built, size)
         if isinstance(axis, HasStages) and size > 1:
             homes, lines = axis.stages(built, size)
-            away = _away(built, homes)
+            away = _away(built, homes, home)
     fsdp = next((axis for axis in axes.axes if isinstance(axis, Fsdp)), None)
     dims = {} if fsdp is None else shard_dims(built, degrees, fsdp, cuts)
     owners = {} if fsdp is None else owners_of(built, fsdp)
@@ -299,14 +306,14 @@ def footprint_of(
     return Footprint(layout=layout, placed=placed, slots=held, traffic=traffic, stages=lines)
 
 
-def _away(built: Built, homes: Mapping[str, int]) -> frozenset[str]:
-    """The names of the parameters that the rank with the largest part does not keep."""
+def _away(built: Built, homes: Mapping[str, int], home: int | None) -> frozenset[str]:
+    """The names of the parameters that a rank does not keep. By default that with the largest part."""
     sizes = dict.fromkeys(homes.values(), 0)
     named = dict(built.named("parameters"))
     for name, param in named.items():
         sizes[homes[name]] += param.nbytes
-    largest = max(sizes, key=lambda home: sizes[home])
-    return frozenset(name for name, param in named.items() if param.dim() and homes[name] != largest)
+    own = max(sizes, key=lambda each: sizes[each]) if home is None else home
+    return frozenset(name for name, param in named.items() if param.dim() and homes[name] != own)
 
 
 def _placed(

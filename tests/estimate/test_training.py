@@ -13,7 +13,9 @@ from fnaccel import errors
 from tests.estimate.models import (
     GPT,
     GPT2,
+    LENGTH,
     VOCABULARY,
+    WIDTH,
     Checkpointed,
     EverySecond,
     Joined,
@@ -26,6 +28,7 @@ from tests.estimate.models import (
     step_of,
     tokens_of,
 )  # fmt: skip
+from tests.estimate.models import ROWS as ROWS_OF_BATCH
 
 LLAMA_PLAN = {
     "*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.o_proj": "rowwise",
@@ -54,10 +57,23 @@ ROWS = [
     (4, "hsdp(2, 2)", GPT, {"precision": "bf16", "remat": True}),
     (4, "hsdp(2, 2)", Llama, {}),
     (4, fa.fsdp(2) * fa.tensor(2, LLAMA_PLAN), Llama, {"remat": True}),
+    (2, "pipeline(2)", GPT, {"accumulate": 4}),
+    (2, "pipeline(2)", GPT, {"accumulate": 2, "precision": "bf16", "remat": True}),
+    (2, "pipeline(2, schedule='gpipe')", GPT, {"accumulate": 4}),
+    (2, "pipeline(2, schedule='interleaved', virtual=2)", GPT, {"accumulate": 4}),
+    (2, "pipeline(2, schedule='zero_bubble', virtual=2)", GPT, {"accumulate": 4}),
+    (2, "pipeline(2)", Llama, {"accumulate": 4}),
+    (2, "pipeline(2)", GPT2, {"accumulate": 3}),
+    (4, "pipeline(4)", GPT, {"accumulate": 8}),
+    (4, "pipeline(2) * ddp(2)", GPT, {"accumulate": 2}),
+    (4, "pipeline(2) * fsdp(2)", GPT, {"accumulate": 2}),
+    (4, fa.pipeline(2) * fa.tensor(2, LLAMA_PLAN), Llama, {"accumulate": 4}),
 ]
 
 
-@pytest.mark.long_except(r"1-local-.*GPT'>-{}|2-fsdp-.*bf16|4-hsdp.*Llama")
+@pytest.mark.long_except(
+    r"1-local-.*GPT'>-{}|2-fsdp-.*bf16|4-hsdp.*Llama|2-pipeline.2.-.*GPT'>-.*: 4|zero_bubble"
+)
 @pytest.mark.parametrize(("ranks", "strategy", "model", "options"), ROWS, ids=str)
 def test_it_is_what_the_largest_rank_holds(pools, ranks, strategy, model, options):
     step, optimizer = step_of(**options), fa.adamw(1e-3)
@@ -66,6 +82,52 @@ def test_it_is_what_the_largest_rank_holds(pools, ranks, strategy, model, option
         step, model=fa.distribute(model, strategy), optimizer=optimizer, batch=tokens_of("meta"), ranks=ranks
     )
     assert estimate.total == pytest.approx(held, rel=0.05)
+
+
+def test_stages_wait_and_send():
+    def estimated(strategy, micro_batches):
+        return fa.estimate.training(
+            fa.accumulate(loss_fn, micro_batches),
+            model=fa.distribute(GPT, strategy),
+            optimizer=fa.adamw(1e-3),
+            batch=tokens_of("meta"),
+            ranks=4,
+        )
+
+    few, many = estimated("pipeline(4)", 2), estimated("pipeline(4)", 8)
+    whole = estimated("ddp", 8)
+    assert few.idle == pytest.approx(3 / 5)
+    assert many.idle == pytest.approx(3 / 11)
+    assert "ranks wait 27% of the time" in str(many)
+    rates = fa.estimate.Rates(flops=1e9, link=1e12, network=1e12)
+    least = fa.estimate.least_time(many, rates)
+    assert least.compute == pytest.approx(many.work.flops / 1e9 * 11 / 8)
+    assert many.work.flops < whole.work.flops / 2
+    activation = ROWS_OF_BATCH // 8 * LENGTH * WIDTH * 4
+    sent = many.work.sizes["pp", "send"]
+    assert sent in (8 * activation, 16 * activation), "stages between send activations on and gradients back"
+    assert many.work.counts["pp", "send"] == sent // activation
+    assert estimated("pipeline(4, schedule='gpipe')", 8).total > many.total
+
+
+def test_a_stage_with_a_tied_head_counts_both():
+    def estimated(model):
+        return fa.estimate.training(
+            fa.accumulate(loss_fn, 2),
+            model=fa.distribute(model, "pipeline(2)"),
+            optimizer=fa.sgd(1e-3),
+            batch=tokens_of("meta"),
+            ranks=2,
+        )
+
+    class Tied(GPT):
+        def __init__(self):
+            super().__init__()
+            self.head.weight = self.embed.weight
+
+    last = {"parameters", "gradients"}
+    tied, own = estimated(Tied), estimated(GPT)
+    assert {kind: tied.peak.kinds[kind] for kind in last} == {kind: own.peak.kinds[kind] for kind in last}
 
 
 @pytest.mark.parametrize(

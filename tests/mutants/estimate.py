@@ -10,6 +10,13 @@ WORK = "tests/estimate/test_work.py"
 
 MUTANTS = [
     Mutant(
+        "stages that keep one micro-batch", "estimate/stages.py", "waiting[number] += kept", "waiting[number] += 0",
+        (TRAINING, "-k", "holds and pipeline and GPT and 4 and not GPT2 and not gpipe"),
+    ),
+    Mutant(
+        "stages that never wait", "estimate/rates.py", " / (1 - estimate.idle)", "", (TRAINING, "-k", "stages_wait"),
+    ),
+    Mutant(
         "storages that were resized", "estimate/storages.py", "            storages.refresh(storage)\n", "",
         (STORAGES, "-k", "resized"),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -21,7 +21,15 @@ from fnaccel.extend import (
     maker,
     runtime_in,
 )
-from fnaccel.strategies.pipeline.schedules import places, round_size, schedule_of, splits_backwards, timed
+from fnaccel.strategies.pipeline.halves import backward_of_inputs
+from fnaccel.strategies.pipeline.schedules import (
+    Timing,
+    places,
+    round_size,
+    schedule_of,
+    splits_backwards,
+    timed,
+)
 from fnaccel.strategies.pipeline.split import Split, split_model
 from fnaccel.strategies.strategy import Pairs
 from fnaccel.texts import counted, size_of
@@ -90,8 +98,7 @@ class Pipeline(Axis):
     def plan_notes(self, spec: Spec) -> list[str]:
         """The stages, and the share of time in which ranks wait."""
         ranks, n = spec.mesh.degrees[self.mesh_axis], max(spec.step.settings.micro_batches, 1)
-        stages = ranks * self.virtual
-        timing = timed(schedule_of(self.schedule)(ranks, self.virtual, n), stages, n, self.schedule)
+        stages, timing = ranks * self.virtual, self.timing(ranks, n)
         parts = counted(n, "micro-batch", "micro-batches")
         most = max(timing.most_held)
         notes = [
@@ -123,6 +130,15 @@ class Pipeline(Axis):
             lines.append(f"stage {stage} on rank {split.homes[stage]} of pp: {what}")
         homes = {name: users[0] for name, users in split.users.items()}
         return homes, tuple(lines)
+
+    def timing(self, size: int, micro_batches: int) -> Timing:
+        """The schedule on `size` ranks."""
+        table = schedule_of(self.schedule)(size, self.virtual, micro_batches)
+        return timed(table, size * self.virtual, micro_batches, self.schedule)
+
+    def halves(self) -> Callable[..., Callable[[], None]] | None:
+        """How a backward runs in two parts, or None."""
+        return backward_of_inputs if self._splits_backwards else None
 
     def split_of(self, model: nn.Module, size: int) -> Split:
         """The model cut into the stages of `size` ranks."""
