@@ -11,6 +11,7 @@ MISTAKES = "tests/strategies/pipeline/test_mistakes.py"
 SCHEDULES = "tests/strategies/pipeline/test_schedules.py"
 HALVES = "tests/strategies/pipeline/test_halves.py"
 MEMORY = "tests/strategies/pipeline/test_memory.py"
+GENERATE = "tests/strategies/pipeline/test_generate.py"
 FOLDER = "strategies/pipeline"
 
 MUTANTS = [
@@ -113,5 +114,22 @@ MUTANTS = [
     Mutant(
         "pipeline: a stage writes another's values", f"{FOLDER}/owned.py", "dist.broadcast(whole, group=group, group_src=self.rank)",
         "dist.broadcast(whole, group=group, group_src=0)", (STATE, "-k", "holds_its_own"),
+    ),
+    Mutant(
+        "pipeline: the length of a cache on one stage", f"{FOLDER}/caches.py", "self.cache.update(nothing, nothing, place)",
+        "pass", (GENERATE, "-k", "gpt2-greedy"),
+    ),
+    Mutant(
+        "pipeline: the cache of the last stage on all", f"{FOLDER}/messages.py", "return -1 if obj is self._own",
+        "return None if obj is self._own", (GENERATE, "-k", "holds_the_keys"),
+    ),
+    Mutant(
+        "pipeline: a rank's second stage sees the keys of its first one", f"{FOLDER}/caches.py",
+        "            self.cache.layers = list(self._before)\n", "            self._before = self.cache.layers\n",
+        (GENERATE, "-k", "llama-beams and interleaved"),
+    ),
+    Mutant(
+        "pipeline: samples after masks of one stage", f"{FOLDER}/passes.py", "            streams.put_back()\n", "            pass\n",
+        (GENERATE, "-k", "last_stage_has_drawn"),
     ),
 ]  # fmt: skip
