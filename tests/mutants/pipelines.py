@@ -11,6 +11,7 @@ MISTAKES = "tests/strategies/pipeline/test_mistakes.py"
 SCHEDULES = "tests/strategies/pipeline/test_schedules.py"
 HALVES = "tests/strategies/pipeline/test_halves.py"
 MEMORY = "tests/strategies/pipeline/test_memory.py"
+INFERENCE = "tests/strategies/pipeline/test_inference.py"
 GENERATE = "tests/strategies/pipeline/test_generate.py"
 FOLDER = "strategies/pipeline"
 
@@ -131,5 +132,14 @@ MUTANTS = [
     Mutant(
         "pipeline: samples after masks of one stage", f"{FOLDER}/passes.py", "            streams.put_back()\n", "            pass\n",
         (GENERATE, "-k", "last_stage_has_drawn"),
+    ),
+    Mutant(
+        "pipeline: chunks are joined in another order", f"{FOLDER}/inference.py", "return torch.cat(leaves)",
+        "return torch.cat(leaves[::-1])", (INFERENCE, "-k", "order_of_the_rows"),
+    ),
+    Mutant(
+        "pipeline: an average over chunks is that of the first", f"{FOLDER}/inference.py",
+        "        raise CapabilityError(\n            f\"the output", "        return leaves[0]\n        raise CapabilityError(\n            f\"the output",
+        (INFERENCE, "-k", "mistake"),
     ),
 ]  # fmt: skip

@@ -94,6 +94,7 @@ class StagedModel:
 
     Attributes:
         hides: whether parameters of other stages are hidden at this moment.
+        lends: whether they may be whole while they are not hidden.
         moved: the names of buffers that moved in a pass, and whether it was that of their stage.
     """
 
@@ -114,7 +115,7 @@ class StagedModel:
         self._draws = draws
         self._device = device
         self._now: Pass | None = None
-        self.hides = False
+        self.hides, self.lends = False, True
         self.moved: set[tuple[str, bool]] = set()
         self._stored: dict[str, dict[tuple[str, str], None]] = {}
         self._unknown_values = [self._unknown(name, shape, dtype) for *_, name, shape, dtype in elsewhere]
@@ -215,7 +216,7 @@ class StagedModel:
     def _enter(self, element: Element, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of an element, on any stage."""
         now = self._now
-        if now is None and not self.hides:
+        if now is None and self.lends and not self.hides:
             return run(*args, **kwargs)  # with whole parameters
         if now is None:
             raise CapabilityError(
