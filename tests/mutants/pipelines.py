@@ -130,7 +130,7 @@ MUTANTS = [
         (GENERATE, "-k", "llama-beams and interleaved"),
     ),
     Mutant(
-        "pipeline: samples after masks of one stage", f"{FOLDER}/passes.py", "            streams.put_back()\n", "            pass\n",
+        "pipeline: samples after masks of one stage", f"{FOLDER}/executor.py", "self._staged.draw_on(drawn)", "pass",
         (GENERATE, "-k", "last_stage_has_drawn"),
     ),
     Mutant(

@@ -220,23 +220,25 @@ class Executor:
         about = "look", shapes, self._staged.modes(), torch.is_grad_enabled()
         output, known, streams = None, Known(), self._staged.streams()
         source = self._homes[-1]
-        with self._links.keeping(cache.cache):
-            for stage in self._own:
-                done: Pass | None = None
-                known = self._received(stage, 0, about, Open())
-                try:
-                    with self._staged.one_pass(stage, known) as done, cache.one_pass(known):
-                        output = run(*args, **kwargs)
-                    check_known(output)
-                except StageEnds:
-                    assert done is not None
-                    self._send(done, stage, 0, about)
-            drawn = self._staged.streams().states if streams.moved() else None
-            parts = output, known.cached, drawn
-            output, cached, drawn = self._links.share(parts, source, about, own=source == self._rank)
+        self._links.own = cache.cache
+        for stage in self._own:
+            done: Pass | None = None
+            known = self._received(stage, 0, about, Open())
+            try:
+                with self._staged.one_pass(stage, known) as done, cache.one_pass(known):
+                    output = run(*args, **kwargs)
+                check_known(output)
+            except StageEnds:
+                assert done is not None
+                self._send(done, stage, 0, about)
+        drawn = self._staged.streams().states if streams.moved() else []
+        parts = output, known.cached, drawn
+        output, cached, drawn = self._links.share(parts, source, about, own=source == self._rank)
         self._links.settle()
+        self._links.own = None
         cache.fill(cached, self._links.device)
-        self._staged.draw_on(drawn)
+        if drawn:
+            self._staged.draw_on(drawn)
         return output
 
     def _received(self, stage: int, i: int, about: Hashable, opened: Open) -> Known:

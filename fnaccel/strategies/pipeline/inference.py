@@ -50,16 +50,12 @@ def run_on_stages(model: nn.Module, axis: Pipeline, mesh: Mesh, chunks: int | No
     staged = StagedModel(model, split, elsewhere, buffers_outside(model, split), True, device)
     staged.lends = False
     links = links_over(mesh)
-    inner = functools.partial(_called_with, model)
+    inner: Run = lambda fn, *args: fn(model, *args)  # noqa: E731
     executor = Executor(model, staged, inner, along, split.homes, gpipe, "gpipe", links, mesh.world.abandon)
     calls = _Calls(model.forward, staged, executor, links, mesh, chunks or along.size, outputs == "all")
     model.forward = functools.update_wrapper(functools.partial(calls.forward), model.forward)
     if callable(generate := getattr(model, "generate", None)):
         model.__dict__["generate"] = functools.partial(calls.generate, generate)
-
-
-def _called_with(model: nn.Module, fn: Run, *args: Any) -> Any:
-    return fn(model, *args)
 
 
 def _no_backward(i: int, result: Any) -> None:

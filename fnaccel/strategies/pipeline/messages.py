@@ -7,10 +7,9 @@ key-value cache, does not travel.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import attrs
@@ -121,7 +120,7 @@ class Links:
         device: of the tensors.
 
     Attributes:
-        own: an object in messages of which each rank has its own.
+        own: an object of which each rank has its own. It does not travel with a message that has it.
     """
 
     def __init__(self, forward: dist.ProcessGroup, backward: dist.ProcessGroup, device: torch.device) -> None:
@@ -134,15 +133,6 @@ class Links:
         self._received: dict[Hashable, Header] = {}
         self._shared: dict[Hashable, Header] = {}
         self._under_way: dict[tuple[int, bool], list[tuple[Any, torch.Tensor]]] = {}
-
-    @contextlib.contextmanager
-    def keeping(self, own: object) -> Generator[None]:
-        """In the body this object does not travel. A rank that gets a message with it puts its own there."""
-        self.own = own
-        try:
-            yield
-        finally:
-            self.own = None
 
     def send(self, value: object, to: int, tag: int, key: Hashable) -> list[torch.Tensor]:
         """Send an object. Returns its tensors, in the order of the gradients that come back.

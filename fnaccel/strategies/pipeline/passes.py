@@ -137,12 +137,11 @@ class StagedModel:
         """The states of random streams at this moment. Of none if they are not seeded."""
         return StreamStates.of(self._device) if self._draws else StreamStates(())
 
-    def draw_on(self, states: Sequence[torch.Tensor] | None) -> None:
-        """Go on with the random numbers of the last stage. None if no stage drew."""
-        if states is not None:
-            streams = self.streams()
-            streams.states = [state.cpu() for state in states]
-            streams.put_back()
+    def draw_on(self, states: Sequence[torch.Tensor]) -> None:
+        """Go on with random numbers from these states of the streams."""
+        streams = self.streams()
+        streams.states = [state.cpu() for state in states]
+        streams.put_back()
 
     def around(self) -> Iterator[nn.Module]:
         """The modules that have all blocks in them: the model, and those between it and the blocks."""

@@ -87,6 +87,7 @@ ROWS = [
     (mixed, "beams", 4, "pipeline(4)"),
     (mistral, "sampled", 2, INTERLEAVED),
     (llama, "beams", 2, INTERLEAVED),
+    (mixed, "greedy", 2, "pipeline(2, schedule='zero_bubble', virtual=2)"),
     (llama, "greedy", 4, ALONE),
     (qwen3, "greedy", 4, "pipeline(2) * tensor(2)"),
     (llama, "sampled", 4, "pipeline(2) * fsdp(2)"),
