@@ -118,7 +118,6 @@ def cache_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return StageCache()
     if len(caches) != 1 or caches[0] is not given or not _is_plain(given):
         kind = type(given if given is not None else caches[0]).__name__
-        kind = type(given if given is not None else caches[0]).__name__
         raise CapabilityError(
             f"a stage with other layers can't tell the length of a cache of class {kind}, or of its layers",
             where=_WHERE,
@@ -128,11 +127,13 @@ def cache_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def lasting(kwargs: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """The arguments on which shapes of messages depend. With a cache the mask grows at each token, alone."""
-    asked = kwargs.get(
-        "output_attentions", getattr(getattr(module, "config", None), "output_attentions", False)
-    )
-    if kwargs.get(_NAME) is None or asked:
+    """The arguments that decide the shapes of messages.
+
+    With a cache the mask grows at each token, and only attentions grow with it.
+    """
+    config = getattr(module, "config", None)
+    attentions = kwargs.get("output_attentions") or getattr(config, "output_attentions", False)
+    if kwargs.get(_NAME) is None or attentions:
         return kwargs
     return {name: value for name, value in kwargs.items() if name != "attention_mask"}
 
