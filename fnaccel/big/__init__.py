@@ -24,3 +24,4 @@ from fnaccel.big.quantize.replacing import quantize as quantize
 from fnaccel.big.quantize.saving import save_quantized as save_quantized
 from fnaccel.big.sizes import Sizes as Sizes
 from fnaccel.big.sizes import sizes as sizes
+from fnaccel.big.staged import pipeline as pipeline

@@ -154,6 +154,21 @@ def test_distributed_inference_keeps_the_order_of_the_prompts():
     assert "prompts by rank: [3, 2]" in two
 
 
+@pytest.mark.parametrize("model", ["bert", "gpt2", "llama", "t5"])
+def test_pipeline_inference_is_that_of_one_process(model):
+    one, two = (
+        output("pipeline_inference", "--model", model, ranks=ranks, strategy=None) for ranks in (None, 2)
+    )
+    assert number(r"mean (\S+)", two) == pytest.approx(number(r"mean (\S+)", one), abs=2e-6)
+    tokens = [re.findall(r"tokens (.*)", text) for text in (one, two)]
+    assert tokens[0] == tokens[1]
+    assert bool(tokens[0]) == (model in ("gpt2", "llama"))
+    whole, *parts = (
+        int(n) for text in (one, two) for n in re.findall(r"\d+", text.split("rank: ")[1].split("]")[0])
+    )
+    assert all(part < 0.7 * whole for part in parts)
+
+
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_process_control(tmp_path, ranks):
     text = output(

@@ -11,6 +11,8 @@ MISTAKES = "tests/strategies/pipeline/test_mistakes.py"
 SCHEDULES = "tests/strategies/pipeline/test_schedules.py"
 HALVES = "tests/strategies/pipeline/test_halves.py"
 MEMORY = "tests/strategies/pipeline/test_memory.py"
+INFERENCE = "tests/strategies/pipeline/test_inference.py"
+GENERATE = "tests/strategies/pipeline/test_generate.py"
 FOLDER = "strategies/pipeline"
 
 MUTANTS = [
@@ -113,5 +115,31 @@ MUTANTS = [
     Mutant(
         "pipeline: a stage writes another's values", f"{FOLDER}/owned.py", "dist.broadcast(whole, group=group, group_src=self.rank)",
         "dist.broadcast(whole, group=group, group_src=0)", (STATE, "-k", "holds_its_own"),
+    ),
+    Mutant(
+        "pipeline: the length of a cache on one stage", f"{FOLDER}/caches.py", "self.cache.update(nothing, nothing, place)",
+        "pass", (GENERATE, "-k", "gpt2-greedy"),
+    ),
+    Mutant(
+        "pipeline: the cache of the last stage on all", f"{FOLDER}/messages.py", "return -1 if obj is self._own",
+        "return None if obj is self._own", (GENERATE, "-k", "holds_the_keys"),
+    ),
+    Mutant(
+        "pipeline: a rank's second stage sees the keys of its first one", f"{FOLDER}/caches.py",
+        "            self.cache.layers = list(self._before)\n", "            self._before = self.cache.layers\n",
+        (GENERATE, "-k", "llama-beams and interleaved"),
+    ),
+    Mutant(
+        "pipeline: samples after masks of one stage", f"{FOLDER}/executor.py", "self._staged.draw_on(drawn)", "pass",
+        (GENERATE, "-k", "last_stage_has_drawn"),
+    ),
+    Mutant(
+        "pipeline: chunks are joined in another order", f"{FOLDER}/inference.py", "return torch.cat(leaves)",
+        "return torch.cat(leaves[::-1])", (INFERENCE, "-k", "order_of_the_rows"),
+    ),
+    Mutant(
+        "pipeline: an average over chunks is that of the first", f"{FOLDER}/inference.py",
+        "        raise CapabilityError(\n            f\"the output", "        return leaves[0]\n        raise CapabilityError(\n            f\"the output",
+        (INFERENCE, "-k", "mistake"),
     ),
 ]  # fmt: skip

@@ -84,7 +84,7 @@ def build_pipeline(build: Build, axis: Pipeline) -> tuple[Engine, Built]:
         built.model,
         parts.split,
         parts.elsewhere,
-        _buffers_outside(built, parts.split),
+        buffers_outside(built.model, parts.split),
         spec.rng != "stream",
         mesh.world.device,
     )
@@ -96,7 +96,7 @@ def build_pipeline(build: Build, axis: Pipeline) -> tuple[Engine, Built]:
         parts.split.homes,
         schedule_of(axis.schedule),
         axis.schedule,
-        _links(mesh),
+        links_over(mesh),
         mesh.world.abandon,
     )
     forward = attrs.evolve(
@@ -169,11 +169,7 @@ def cut_model(built: Built, axis: Pipeline, build: Build, parts: _Parts) -> None
         param: Any = dict(_torch.parameters_of(places[0][1]))[places[0][2]]
         if not param.dim() or split.users[name][0] == along.rank:
             continue
-        device = param.device if built.empty else "cpu"
-        empty = nn.Parameter(
-            torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=device),
-            requires_grad=param.requires_grad,
-        )
+        empty = without_rows(param, param.device if built.empty else "cpu")
         built.cuts.setdefault(name, Cut(shape=param.shape, axis=AXIS))
         for full, module, attribute in places:
             if split.home(full) == along.rank and full != name:
@@ -183,12 +179,18 @@ def cut_model(built: Built, axis: Pipeline, build: Build, parts: _Parts) -> None
             parts.elsewhere.append((module, attribute, full, param.shape, param.dtype))
 
 
-def _buffers_outside(built: Built, split: Split) -> list[tuple[str, nn.Module, str, int]]:
+def without_rows(param: nn.Parameter, device: torch.device | str) -> nn.Parameter:
+    """What a module has in the place of a parameter of another stage."""
+    rows = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=device)
+    return nn.Parameter(rows, requires_grad=param.requires_grad)
+
+
+def buffers_outside(model: nn.Module, split: Split) -> list[tuple[str, nn.Module, str, int]]:
     """The name, module, attribute and stage of each buffer that is saved and part of no element."""
-    transient = set(_torch.transient_buffers(built.modules))
+    transient = set(_torch.transient_buffers({None: model}))
     return [
         (name, module, attribute, split.names[name])
-        for path, module in built.model.named_modules()
+        for path, module in model.named_modules()
         for attribute in _torch.buffers_of(module)
         if (name := f"{path}.{attribute}" if path else attribute) not in transient and not split.inside(name)
     ]
@@ -209,7 +211,7 @@ def _note_units(built: Built, split: Split, build: Build, along: Any) -> None:
                 built.units[key] = NamedUnits(tuple(names))
 
 
-def _links(mesh: Mesh) -> Links:
+def links_over(mesh: Mesh) -> Links:
     """Connections to other stages. On accelerators activations and gradients have a group each.
 
     There the operations of a group run in the order in which they were begun, and two stages begin theirs in

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fnaccel.extend import CapabilityError, MeshAxis
+from fnaccel.strategies.pipeline.caches import cache_of, lasting
 from fnaccel.strategies.pipeline.halves import backward_of_inputs
 from fnaccel.strategies.pipeline.messages import Header, Links, signature, unpack
 from fnaccel.strategies.pipeline.passes import Known, Pass, StagedModel, StageEnds
@@ -93,7 +94,9 @@ class Executor:
         self._at: tuple[int, int] | None = None  # the stage and the micro-batch of the action under way
         self._in_halves = False  # whether its backward is that of the inputs alone
         self._open: dict[tuple[int, int], Open] = {}
-        model.forward = functools.partial(self._forward, model.forward)
+        for module in staged.around():
+            forward = functools.partial(self._forward, module, module.forward)
+            module.forward = functools.update_wrapper(forward, module.forward)  # generate reads its signature
 
     def drive(
         self,
@@ -208,30 +211,34 @@ class Executor:
         if opened.rest is not None:
             opened.rest()
 
-    def _forward(self, run: Run, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the model. Outside of a step it runs on all stages in turn."""
+    def _forward(self, module: nn.Module, run: Run, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a module that has all blocks in it. Outside of a step it runs on all stages."""
         if self._staged.running or not self._staged.hides:
             return run(*args, **kwargs)
-        if kwargs.get("past_key_values") is not None:
-            raise CapabilityError(
-                "each stage would keep keys and values of its own layers, and count them as the model's",
-                where="a forward of a pipeline with past_key_values",
-                fix="use_cache=False: model.generate(ids, use_cache=False)",
-            )
-        about = "look", signature((args, kwargs)), torch.is_grad_enabled()
-        output: Any = None
+        cache = cache_of(module, args, kwargs)
+        shapes = signature((args, lasting(kwargs, module)))
+        about = "look", shapes, self._staged.modes(), torch.is_grad_enabled()
+        output, known, streams = None, Known(), self._staged.streams()
+        source = self._homes[-1]
+        self._links.own = cache.cache
         for stage in self._own:
             done: Pass | None = None
+            known = self._received(stage, 0, about, Open())
             try:
-                with self._staged.one_pass(stage, self._received(stage, 0, about, Open())) as done:
+                with self._staged.one_pass(stage, known) as done, cache.one_pass(known):
                     output = run(*args, **kwargs)
                 check_known(output)
             except StageEnds:
                 assert done is not None
                 self._send(done, stage, 0, about)
-        source = self._homes[-1]
-        output = self._links.share(output, source, about, own=source == self._rank)
+        drawn = self._staged.streams().states if streams.moved() else []
+        parts = output, known.cached, drawn
+        output, cached, drawn = self._links.share(parts, source, about, own=source == self._rank)
         self._links.settle()
+        self._links.own = None
+        cache.fill(cached, self._links.device)
+        if drawn:
+            self._staged.draw_on(drawn)
         return output
 
     def _received(self, stage: int, i: int, about: Hashable, opened: Open) -> Known:
@@ -249,7 +256,7 @@ class Executor:
         header, tensors = self._links.receive(source, tag, (about, stage))
         if torch.is_grad_enabled():
             tensors = _begun(header, tensors, opened)
-        return unpack(header, tensors)
+        return unpack(header, tensors, self._links.own)
 
     def _send(self, done: Pass, stage: int, i: int, about: Hashable) -> list[torch.Tensor]:
         """Send what the next stage needs. Returns the tensors that get a gradient from it."""

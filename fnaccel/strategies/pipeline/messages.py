@@ -1,7 +1,8 @@
 """Messages between stages: any object with tensors in it, and gradients on the way back.
 
 The first message for batches of some shapes begins with a header: the object, with shapes and dtypes in the
-place of its tensors. Later ones are its tensors alone.
+place of its tensors. Later ones are its tensors alone. An object of which each rank has its own, such as a
+key-value cache, does not travel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import torch.distributed as dist
 
 from fnaccel import tree
 from fnaccel.extend import CapabilityError
+from fnaccel.strategies.pipeline.caches import CacheElsewhere, is_cache
 from fnaccel.tree import Tree
+
+_MOST_HEADERS = 256
+"""Of outputs: for so many shapes of arguments."""
 
 
 @attrs.frozen
@@ -34,41 +39,49 @@ class Header:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a number in the place of each tensor, and lists them."""
+    """Writes a number in the place of each tensor, and lists them. -1 stands for the rank's own object."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, own: object) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._own = own
         self.tensors: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, torch.Tensor):
-            return None
+            return -1 if obj is self._own and obj is not None else None
         if id(obj) not in self._places:
             self._places[id(obj)] = len(self.tensors)
             self.tensors.append(obj)
         return self._places[id(obj)]
 
+    def reducer_override(self, obj: Any) -> Any:
+        return (CacheElsewhere, ()) if is_cache(obj) else NotImplemented
+
 
 class _Unpickler(pickle.Unpickler):
-    """Puts a tensor in the place of each number."""
+    """Puts a tensor, or the object of this rank, in the place of each number."""
 
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor], own: object) -> None:
         super().__init__(file)
-        self._tensors = tensors
+        self._tensors, self._own = tensors, own
 
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]
+    def persistent_load(self, pid: int) -> object:
+        return self._tensors[pid] if pid >= 0 else self._own
 
 
-def pack(value: object) -> tuple[Header, list[torch.Tensor]]:
+def pack(value: object, own: object = None) -> tuple[Header, list[torch.Tensor]]:
     """An object as a header and its tensors.
+
+    Args:
+        value: the object.
+        own: an object in it that does not travel, since each rank has its own.
 
     Raises:
         CapabilityError: it does not pickle.
     """
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
+    pickler = _Pickler(buffer, own)
     try:
         pickler.dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -81,9 +94,9 @@ def pack(value: object) -> tuple[Header, list[torch.Tensor]]:
     return Header(buffer.getvalue(), kinds), pickler.tensors
 
 
-def unpack(header: Header, tensors: Sequence[torch.Tensor]) -> Any:
-    """The object of a header and its tensors."""
-    return _Unpickler(io.BytesIO(header.data), tensors).load()
+def unpack(header: Header, tensors: Sequence[torch.Tensor], own: object = None) -> Any:
+    """The object of a header and its tensors. `own` is this rank's object in it that did not travel."""
+    return _Unpickler(io.BytesIO(header.data), tensors, own).load()
 
 
 def signature(value: Tree) -> Hashable:
@@ -105,11 +118,15 @@ class Links:
     Args:
         forward, backward: the process groups of activations and of gradients, over the axis of stages.
         device: of the tensors.
+
+    Attributes:
+        own: an object of which each rank has its own. It does not travel with a message that has it.
     """
 
     def __init__(self, forward: dist.ProcessGroup, backward: dist.ProcessGroup, device: torch.device) -> None:
         self._forward, self._backward = forward, backward
-        self._device = device
+        self.device = device
+        self.own: object = None
         self._sent: dict[Hashable, Header] = {}
         self._rank = forward.rank()
         self._own: dict[tuple[int, bool], Any] = {}  # messages between two stages of this rank
@@ -129,13 +146,13 @@ class Links:
         Raises:
             CapabilityError: they have others.
         """
-        header, tensors = pack(value)
+        header, tensors = pack(value, self.own)
         if to == self._rank:
             self._own[tag, False] = header, [tensor.detach() for tensor in tensors]
             return tensors
         if key not in self._sent:
             self._sent[key] = header
-            for part in _dumped(header, self._device):
+            for part in _dumped(header, self.device):
                 self._begin(part, to, tag)
         elif self._sent[key] != header:
             raise CapabilityError(
@@ -146,7 +163,7 @@ class Links:
                 "numbers as tensors",
             )
         for tensor in tensors:
-            self._begin(tensor.detach().to(self._device).contiguous(), to, tag)
+            self._begin(tensor.detach().to(self.device).contiguous(), to, tag)
         return tensors
 
     def receive(self, source: int, tag: int, key: Hashable) -> tuple[Header, list[torch.Tensor]]:
@@ -154,13 +171,13 @@ class Links:
         if source == self._rank:
             return self._own.pop((tag, False))
         if key not in self._received:
-            length = torch.empty(1, dtype=torch.int64, device=self._device)
+            length = torch.empty(1, dtype=torch.int64, device=self.device)
             dist.recv(length, group=self._forward, group_src=source, tag=tag)
-            data = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+            data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
             dist.recv(data, group=self._forward, group_src=source, tag=tag)
             self._received[key] = pickle.loads(bytes(data.cpu().numpy()))
         header = self._received[key]
-        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in header.tensors]
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in header.tensors]
         for tensor in tensors:
             dist.recv(tensor, group=self._forward, group_src=source, tag=tag)
         return header, tensors
@@ -184,8 +201,11 @@ class Links:
         return grads
 
     def share(self, value: object, source: int, key: Hashable, *, own: bool) -> Any:
-        """The object of one rank, on all of them. `own` says whether it is this one."""
-        header, tensors = pack(value) if own else (None, [])
+        """The object of one rank, on all of them. `own` says whether it is this one.
+
+        All ranks forget the headers of old messages at the same call, when there are many.
+        """
+        header, tensors = pack(value, self.own) if own else (None, [])
         if header is not None and self._shared.get(key, header) != header:
             raise CapabilityError(
                 "the model returned other shapes than for arguments of the same shapes",
@@ -193,22 +213,23 @@ class Links:
                 fix="let the shapes of its outputs depend on the shapes of its arguments alone",
             )
         if key not in self._shared:
-            parts = (
-                _dumped(header, self._device) if header is not None else [self._number(0), self._number(0)]
-            )
+            if len(self._shared) >= _MOST_HEADERS:
+                for headers in (self._sent, self._received, self._shared):
+                    headers.clear()
+            parts = _dumped(header, self.device) if header is not None else [self._number(0), self._number(0)]
             dist.broadcast(parts[0], group=self._forward, group_src=source)
             if header is None:
-                parts[1] = torch.empty(int(parts[0]), dtype=torch.uint8, device=self._device)
+                parts[1] = torch.empty(int(parts[0]), dtype=torch.uint8, device=self.device)
             dist.broadcast(parts[1], group=self._forward, group_src=source)
             self._shared[key] = pickle.loads(bytes(parts[1].cpu().numpy()))
         header = self._shared[key]
         if not own:
-            tensors = [torch.empty(s, dtype=dtype, device=self._device) for s, dtype, _ in header.tensors]
+            tensors = [torch.empty(s, dtype=dtype, device=self.device) for s, dtype, _ in header.tensors]
         else:
-            tensors = [x.detach().to(self._device).contiguous() for x in tensors]
+            tensors = [x.detach().to(self.device).contiguous() for x in tensors]
         for tensor in tensors:
             dist.broadcast(tensor, group=self._forward, group_src=source)
-        return unpack(header, tensors)
+        return unpack(header, tensors, self.own)
 
     def settle(self) -> None:
         """Wait for all that was sent."""
@@ -220,7 +241,7 @@ class Links:
             work.wait()
 
     def _number(self, value: int) -> torch.Tensor:
-        return torch.tensor([value], dtype=torch.int64, device=self._device)
+        return torch.tensor([value], dtype=torch.int64, device=self.device)
 
     def _begin(self, tensor: torch.Tensor, to: int, tag: int, *, back: bool = False) -> None:
         group = self._backward if back else self._forward

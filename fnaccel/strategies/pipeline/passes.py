@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -52,6 +52,7 @@ class Known:
         heard: by element, the outputs of modules inside of it which hooks listen to: (path, output).
         stored: by element, values that it stored on modules: (path, attribute, kind, value).
         draws: by element, the states of the random streams at its end, if it or what is before it drew.
+        cached: the rows and tokens by which a key-value cache grows in this call. None before a layer of it.
     """
 
     outputs: dict[str, Any] = attrs.field(factory=dict)
@@ -59,6 +60,7 @@ class Known:
     heard: dict[str, list[tuple[str, Any]]] = attrs.field(factory=dict)
     stored: dict[str, list[Stored]] = attrs.field(factory=dict)
     draws: dict[str, list[torch.Tensor]] = attrs.field(factory=dict)
+    cached: tuple[int, int] | None = None
 
 
 @attrs.define(eq=False)
@@ -92,6 +94,7 @@ class StagedModel:
 
     Attributes:
         hides: whether parameters of other stages are hidden at this moment.
+        lends: whether they may be whole while they are not hidden.
         moved: the names of buffers that moved in a pass, and whether it was that of their stage.
     """
 
@@ -104,7 +107,7 @@ class StagedModel:
         draws: bool,
         device: torch.device,
     ) -> None:
-        self._split = split
+        self._model, self._split = model, split
         self._modules = list(model.modules())
         self._inside = {each.path: tuple(each.module.named_modules()) for each in split.elements}
         self._elsewhere = elsewhere
@@ -112,7 +115,7 @@ class StagedModel:
         self._draws = draws
         self._device = device
         self._now: Pass | None = None
-        self.hides = False
+        self.hides, self.lends = False, True
         self.moved: set[tuple[str, bool]] = set()
         self._stored: dict[str, dict[tuple[str, str], None]] = {}
         self._unknown_values = [self._unknown(name, shape, dtype) for *_, name, shape, dtype in elsewhere]
@@ -125,6 +128,26 @@ class StagedModel:
             module.forward = functools.partial(self._enter, element, module.forward)
             module.register_forward_pre_hook(functools.partial(self._arguments, element))
             module.register_forward_hook(functools.partial(self._leave, element))
+
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module is in training mode. What travels depends on it."""
+        return tuple(module.training for module in self._modules)
+
+    def streams(self) -> StreamStates:
+        """The states of random streams at this moment. Of none if they are not seeded."""
+        return StreamStates.of(self._device) if self._draws else StreamStates(())
+
+    def draw_on(self, states: Sequence[torch.Tensor]) -> None:
+        """Go on with random numbers from these states of the streams."""
+        streams = self.streams()
+        streams.states = [state.cpu() for state in states]
+        streams.put_back()
+
+    def around(self) -> Iterator[nn.Module]:
+        """The modules that have all blocks in them: the model, and those between it and the blocks."""
+        for path, module in self._model.named_modules():
+            if all(each.path.startswith(f"{path}." if path else "") for each in self._split.elements):
+                yield module
 
     @property
     def running(self) -> bool:
@@ -192,7 +215,7 @@ class StagedModel:
     def _enter(self, element: Element, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of an element, on any stage."""
         now = self._now
-        if now is None and not self.hides:
+        if now is None and self.lends and not self.hides:
             return run(*args, **kwargs)  # with whole parameters
         if now is None:
             raise CapabilityError(
