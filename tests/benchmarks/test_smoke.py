@@ -110,6 +110,13 @@ ROWS = {
             f"pipeline({ranks}), 1f1b: time in which ranks wait, {count} micro-batches": ("(p - 1) / (m + p - 1)", STAGES)
             for ranks in (2, 4) for count in (4, 8)
         },
+        **{
+            f"pipeline({ranks}), zero_bubble: time in which ranks wait, {count} micro-batches": (
+                "fnaccel, 1f1b", "(p - 1) / (6 m + p - 1)"
+            )
+            for ranks, count in ((2, 4), (2, 8), (4, 8))
+        },
+        "big.pipeline on 2 ranks: a call, 2 layers, 8 chunks of 1 x 64 tokens": ("prepare_pippy", "ScheduleGPipe by hand"),
         **{f"pipeline(4), 1f1b: activations that rank {rank} keeps, 8 micro-batches": ("fnaccel, gpipe",) for rank in range(4)},
     },
     "replicas": {
