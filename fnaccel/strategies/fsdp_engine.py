@@ -44,6 +44,8 @@ from fnaccel.texts import error_line
 from fnaccel.world.mesh import Mesh, ensure_group
 
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_AT_ONCE = 64
+"""Gradients that are averaged by one all-reduce of each dtype."""
 
 
 @finisher(Fsdp, takes=(Ddp,))
@@ -73,7 +75,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     hooks = Hooks(
         settle=_settler(host, whole_leaves),
         recover=lambda: reset_shards(host),
-        finish=_averager(averaged, mesh) if averaged else None,
+        finish=averager(averaged, mesh) if averaged else None,
         abandon=order.abandon,
         explain=_explained,
         told=order.told,
@@ -409,22 +411,27 @@ def _syncer(host: Any, order: GatherOrder | None) -> Callable[[bool], contextlib
     return sync
 
 
-def _averager(params: list[Any], mesh: Mesh) -> Callable[[], None]:
+def averager(params: Sequence[Any], mesh: Mesh) -> Callable[[], None]:
+    """A function that averages gradients over the ranks of a mesh that have other rows."""
     group = mesh.group("gradient")
 
     def average() -> None:
         if group is None:
             return
-        # every parameter has its place, also if this rank did not use it: other ranks may have
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad.resolve_conj() for p in params]
-        # complex gradients as pairs: beside them `cat` would make all others complex
-        reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-        flat = torch.cat([real.flatten() for real in reals])
-        dist.all_reduce(flat, group=group)
-        flat /= mesh.gradient_size
-        parts = flat.split([real.numel() for real in reals])
-        for param, grad, real, part in zip(params, grads, reals, parts, strict=True):
-            real.copy_(part.view_as(real))
-            param.grad = grad
+        for first in range(0, len(params), _AT_ONCE):
+            some = params[first : first + _AT_ONCE]
+            # every parameter has its place, also if this rank did not use it: other ranks may have
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad.resolve_conj() for p in some]
+            # complex gradients as pairs
+            reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+            for dtype in dict.fromkeys(real.dtype for real in reals):
+                own = [real for real in reals if real.dtype is dtype]
+                flat = torch.cat([real.flatten() for real in own])
+                dist.all_reduce(flat, group=group)
+                flat /= mesh.gradient_size
+                for real, part in zip(own, flat.split([real.numel() for real in own]), strict=True):
+                    real.copy_(part.view_as(real))
+            for param, grad in zip(some, grads, strict=True):
+                param.grad = grad
 
     return average

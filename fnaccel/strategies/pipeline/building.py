@@ -29,6 +29,7 @@ from fnaccel.extend import (
 )
 from fnaccel.models.blocks import HasUnits, NamedUnits, find_units
 from fnaccel.models.building import has_factories, share_first_values
+from fnaccel.strategies.fsdp_engine import averager
 from fnaccel.strategies.layout import copies_of
 from fnaccel.strategies.pipeline.drawing import with_own_values
 from fnaccel.strategies.pipeline.executor import Executor
@@ -127,26 +128,8 @@ def _replicas(build: Build) -> tuple[Engine, Built]:
     built = construct(build.spec.model, build.seed)
     place(built, build)
     mesh = build.spec.mesh
-    group = mesh.group("gradient")
     params = [p for p in built.host.parameters() if p.requires_grad and p.numel()]
-    if group is None:
-        return whole_engine("pipeline", built, build), built
-
-    def average() -> None:
-        for first in range(0, len(params), 64):
-            some = params[first : first + 64]
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in some]
-            for dtype in dict.fromkeys(grad.dtype for grad in grads):
-                own = [grad for grad in grads if grad.dtype is dtype]
-                flat = torch.cat([grad.reshape(-1) for grad in own])
-                dist.all_reduce(flat, group=group)
-                flat /= mesh.gradient_size
-                for grad, part in zip(own, flat.split([grad.numel() for grad in own]), strict=True):
-                    grad.copy_(part.view(grad.shape))
-            for param, grad in zip(some, grads, strict=True):
-                param.grad = grad
-
-    return whole_engine("pipeline", built, build, hooks=Hooks(finish=average)), built
+    return whole_engine("pipeline", built, build, hooks=Hooks(finish=averager(params, mesh))), built
 
 
 def cut_model(built: Built, axis: Pipeline, build: Build, parts: _Parts) -> None:
