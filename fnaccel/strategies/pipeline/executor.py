@@ -106,6 +106,7 @@ class Executor:
         sync: Callable[[bool], AbstractContextManager[Any]],
     ) -> None:
         """Run the actions of this rank for n micro-batches. `sync(True)` is around its last backward."""
+        self._links.check()
         actions = self.table(n)[self._rank]
         last = max((place for place, (kind, *_) in enumerate(actions) if kind != "F"), default=-1)
         results: dict[tuple[int, int], Any] = {}
@@ -215,6 +216,7 @@ class Executor:
         """The forward of a module that has all blocks in it. Outside of a step it runs on all stages."""
         if self._staged.running or not self._staged.hides:
             return run(*args, **kwargs)
+        self._links.check()
         cache = cache_of(module, args, kwargs)
         shapes = signature((args, lasting(kwargs, module)))
         about = "look", shapes, self._staged.modes(), torch.is_grad_enabled()

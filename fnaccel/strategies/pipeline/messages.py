@@ -134,6 +134,15 @@ class Links:
         self._shared: dict[Hashable, Header] = {}
         self._under_way: dict[tuple[int, bool], list[tuple[Any, torch.Tensor]]] = {}
 
+    def check(self) -> None:
+        """Raise CapabilityError in a simulated world, where nobody answers."""
+        if dist.get_backend(self._forward) == "fake":
+            raise CapabilityError(
+                "a simulated rank gets no activations from other stages",
+                where="a forward of a pipeline under fa.simulate()",
+                fix="fa.estimate.training(...) for the memory and the time of stages",
+            )
+
     def send(self, value: object, to: int, tag: int, key: Hashable) -> list[torch.Tensor]:
         """Send an object. Returns its tensors, in the order of the gradients that come back.
 

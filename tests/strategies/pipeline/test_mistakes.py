@@ -351,6 +351,15 @@ def test_what_stages_cannot_do_is_refused(pools, name):
     assert text in raised(pools, make, strategy, model, ranks=4 if "fsdp" in strategy else 2, fn=started)
 
 
+@pytest.mark.parametrize("fn", [first_step, built_first])
+def test_a_simulated_rank_shows_its_plan_and_takes_no_step(fn):
+    with (
+        fa.simulate(ranks=4),
+        pytest.raises(Error, match=r"simulated rank gets no activations(.|\n)*fa\.estimate"),
+    ):
+        fn(models.deep_gpt, loss_fn, "pipeline(4)")
+
+
 def lent():
     teacher = made(models.deep_gpt, loss_fn, "pipeline(2)")
     other = teacher.init(seed=0)
