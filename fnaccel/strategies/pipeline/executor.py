@@ -205,6 +205,7 @@ class Executor:
             kept = opened.kept or [None] * len(opened.came)
             found = [torch.zeros_like(x) if g is None else g for x, g in zip(opened.came, kept, strict=True)]
             self._links.send_gradients(found, self._homes[stage - 1], self._tag(stage - 1, i))
+            opened.came, opened.kept = (), []
 
     @staticmethod
     def _finish(opened: Open) -> None:
