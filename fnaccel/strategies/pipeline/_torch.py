@@ -36,11 +36,6 @@ def grads_of_weights(weights: Sequence[nn.Parameter], groups: list[dict[str, Any
     _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view of another one, which autograd knows of. (2.9 to 2.13)"""
-    return tensor._is_view()
-
-
 def as_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a function of torch on tensors of a subclass, as those of torch's own class."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -13,7 +13,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from fnaccel.strategies.pipeline._torch import grads_of_inputs, grads_of_weights, is_view
+from fnaccel.strategies.pipeline._torch import grads_of_inputs, grads_of_weights
+
+
+class _Alias(torch.autograd.Function):
+    """The same values, in a tensor that is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
 
 
 def backward_of_inputs(
@@ -30,8 +42,7 @@ def backward_of_inputs(
         anchor: the leaf in which the graph of the inputs begins.
         weights: the rest adds to their gradients.
     """
-    # torch detaches them in place, which views do not take
-    outputs = [x.clone() if is_view(x) else x for x in outputs]
+    outputs = [_Alias.apply(x) for x in outputs]  # torch detaches them in place
     ends = [get_gradient_edge(x) for x in outputs]
     groups = grads_of_inputs(outputs, grads, anchor, weights)
     grouped = {node for group in groups for node in group["params"]}

@@ -31,11 +31,17 @@ def twice(x, w, v):
     return [first @ w + v]
 
 
+def between(x, w, v):
+    """An output from which another one is computed."""
+    hidden = x @ w
+    return [hidden, hidden @ v]
+
+
 def begun(anchor, value):
     return value + 0 * anchor
 
 
-GRAPHS = [plain, skips, aside, view, twice]
+GRAPHS = [plain, skips, aside, view, twice, between]
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

@@ -102,8 +102,8 @@ def rows_of(step, part, images):
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids}
 
 
-def trained(model, strategy):
-    step = fa.clip_norm(fa.accumulate(loss_fn, 2), 0.5)
+def trained(model, strategy, change=lambda step: step):
+    step = change(fa.clip_norm(fa.accumulate(loss_fn, 2), 0.5))
     train_step = fa.train_step(step, model=fa.distribute(model, strategy), optimizer=fa.sgd(RATE))
     state, losses, norms = train_step.init(seed=0), [], []
     for number in range(STEPS):
@@ -137,6 +137,15 @@ ROWS = [
 def test_stages_compute_what_one_process_does(pools, model, ranks, strategy):
     (expected,) = pools.run(1, trained, model, "local")
     for found in pools.run(ranks, trained, model, strategy):
+        for values, wanted in zip(found, expected, strict=True):
+            assert_close(values, wanted)
+
+
+@pytest.mark.long_except("mixtral")
+@pytest.mark.parametrize("model", [mixtral, qwen3, bert])
+def test_halves_of_a_backward_are_those_of_blocks_that_are_recomputed(pools, model):
+    (expected,) = pools.run(1, trained, model, "local")
+    for found in pools.run(2, trained, model, ZERO_BUBBLE, fa.remat):
         for values, wanted in zip(found, expected, strict=True):
             assert_close(values, wanted)
 
