@@ -90,13 +90,14 @@ class Layout:
 
 
 Sync = Callable[[bool], contextlib.AbstractContextManager[Any]]
-Drive = Callable[[int, Callable[[int], Any], Callable[[int, Any], None], Sync], None]
+Drive = Callable[[int, Callable[..., Any], Callable[..., None], Sync], None]
 """`drive(n, forward, backward, sync)` calls `forward(i)` and `backward(i, result)` for n micro-batches.
 
+With stages: `forward(i, stage)` and `backward(i, result, stage)`, which name the stage in messages.
 Forwards come in the order of the index. `sync(True)` is the context of the last backward."""
 
 
-def in_turn(n: int, forward: Callable[[int], Any], backward: Callable[[int, Any], None], sync: Sync) -> None:
+def in_turn(n: int, forward: Callable[..., Any], backward: Callable[..., None], sync: Sync) -> None:
     """F0 B0 F1 B1 ...: each backward right after its forward."""
     for index in range(n):
         with sync(index == n - 1):

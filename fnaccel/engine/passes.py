@@ -153,8 +153,8 @@ class Passes:
         self._facts = None if informed is None else inputs.facts(engine.layout.mesh.world.device, informed)
         self._divisor = Divisor(engine, loss, micro_batches, totals, inputs)
 
-    def forward(self, index: int) -> tuple[torch.Tensor | None, bool]:
-        """Run a micro-batch's forward, with the seed of its index.
+    def forward(self, index: int, stage: int = -1) -> tuple[torch.Tensor | None, bool]:
+        """Run a micro-batch's forward, with the seed of its index. On one stage, if the model has some.
 
         Returns:
             The total as it is differentiated, and whether the micro-batch counts: what `backward` takes. The
@@ -169,7 +169,7 @@ class Passes:
         self._inputs.seed(index)
         if self._facts is not None and self._loss.informed is not None:
             self._loss.informed.info = self._facts.of(micro_batch)
-        enter("forward", index)
+        enter("forward", index, stage)
         counts = micro_batch.valid > 0
         if engine.hooks.micro_batch is not None:
             engine.hooks.micro_batch(counts)
@@ -195,11 +195,11 @@ class Passes:
             loss.check.take(parts, loss.where, None if loss.weight_fn is None else totals.weight_of(index))
         return totals.take(parts, self._micro_batches[index].valid)
 
-    def backward(self, index: int, after_forward: tuple[torch.Tensor | None, bool]) -> None:
+    def backward(self, index: int, after_forward: tuple[torch.Tensor | None, bool], stage: int = -1) -> None:
         """Differentiate a micro-batch's total. `after_forward` is what its `forward` returned."""
         engine, totals = self._engine, self._totals
         total, counts = after_forward
-        enter("backward", index)
+        enter("backward", index, stage)
         self._open -= 1
         if total is None:
             engine.forward.backward(total)

@@ -10,7 +10,7 @@ An axis
 
 An engine
     Build finisher engine_without Built construct place whole_engine Engine Layout Forward Hooks Updated
-    Runtime Capture Question MicroBatch MicroBatches in_turn Delegation delegator
+    Runtime Capture Question MicroBatch MicroBatches in_turn enter note Delegation delegator
 
 An optimizer
     Optimizer Kernel Bound Group Member group_leaves Part Operations UpdateInfo
@@ -94,6 +94,8 @@ if TYPE_CHECKING:
     from fnaccel.track.tracker import Tracker as Tracker
     from fnaccel.world.mesh import Mesh as Mesh
     from fnaccel.world.mesh import MeshAxis as MeshAxis
+    from fnaccel.world.progress_marks import enter as enter
+    from fnaccel.world.progress_marks import note as note
 else:
     __getattr__, __dir__, __all__ = _lazy.attach(
         __name__,
@@ -122,5 +124,6 @@ else:
             "fnaccel.track.registry": "register",
             "fnaccel.track.tracker": "Artifacts Media PerRank Tracker",
             "fnaccel.world.mesh": "Mesh MeshAxis",
+            "fnaccel.world.progress_marks": "enter note",
         },
     )

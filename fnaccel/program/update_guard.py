@@ -135,7 +135,9 @@ class UpdateGuard:
             error.add_note(f"in the first forward of a model that is cut. {CAUSES}")
         in_loss = NOW.phase in ("forward", "backward", "captured step", "compile")
         if in_loss and not isinstance(error, FnaccelError):
+            stage = f", stage {NOW.stage}" if NOW.stage >= 0 else ""
+            shapes = shapes_of(self._micro_batches[NOW.micro_batch].data)
             error.add_note(
                 f"on rank {self._instance.engine.layout.mesh.world.rank}, in step {NOW.step}, micro-batch "
-                f"{NOW.micro_batch}, whose batch is {shapes_of(self._micro_batches[NOW.micro_batch].data)}"
+                f"{NOW.micro_batch}{stage}, whose batch is {shapes}"
             )

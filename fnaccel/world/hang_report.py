@@ -38,6 +38,8 @@ def _table(records: Sequence[RankRecord]) -> str:
         phase = record.phase
         if phase in ("forward", "backward"):
             phase += f" {record.micro_batch}"
+        if record.stage >= 0:
+            phase += f", stage {record.stage}"
         calls = f"{record.calls} {record.name(record.calls)}{', inside' if record.inside else ''}"
         rows.append([
             str(record.rank),

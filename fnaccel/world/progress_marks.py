@@ -41,29 +41,31 @@ class Mark:
         phase: one of `PHASES`.
         step: the number of the step that runs, or that runs next.
         micro_batch: its micro-batch.
+        stage: the stage of a pipeline whose forward or backward it is, or -1.
         first: whether this is the first step of its train step, which may compile and build for minutes.
         of: the name of its train step.
         shares: whether all other ranks take part in the step, so that ranks wait for each other.
     """
 
-    __slots__ = ("first", "micro_batch", "of", "phase", "shares", "step")
+    __slots__ = ("first", "micro_batch", "of", "phase", "shares", "stage", "step")
 
     def __init__(self) -> None:
         self.phase = "outside"
         self.step = 0
         self.micro_batch = 0
+        self.stage = -1
         self.first = True
         self.of = ""
         self.shares = False
 
     def __str__(self) -> str:
-        return place(self.step, self.phase, self.micro_batch)
+        return place(self.step, self.phase, self.micro_batch, self.stage)
 
 
-def place(step: int, phase: str, micro_batch: int) -> str:
-    """A place in training, as `"step 5, backward, micro-batch 1"`."""
+def place(step: int, phase: str, micro_batch: int, stage: int = -1) -> str:
+    """A place in training, as `"step 5, backward, micro-batch 1"`, with the stage if it is of one."""
     part = f", micro-batch {micro_batch}" if phase in ("forward", "backward") else ""
-    return f"step {step}, {phase}{part}"
+    return f"step {step}, {phase}{part}{f', stage {stage}' if stage >= 0 else ''}"
 
 
 NOW = Mark()
@@ -74,10 +76,25 @@ Listener = Callable[[Mark], None]
 _listeners: list[Listener] = []
 
 
-def enter(phase: str, micro_batch: int = 0) -> None:
-    """Begin a phase, and end the one before it."""
+def enter(phase: str, micro_batch: int = 0, stage: int = -1) -> None:
+    """Begin a phase of a step, and end the one before it. Profiles and messages of hangs name it.
+
+    Args:
+        phase: one of `PHASES`.
+        micro_batch: of a forward or a backward.
+        stage: of a pipeline, if only this one runs. Else -1.
+
+    Example:
+        >>> from fnaccel.extend import enter
+        >>> from fnaccel.world.progress_marks import NOW
+        >>> enter("backward", 3, stage=1)
+        >>> NOW.phase, NOW.micro_batch, NOW.stage
+        ('backward', 3, 1)
+        >>> enter("outside")
+    """
     NOW.phase = phase
     NOW.micro_batch = micro_batch
+    NOW.stage = stage
     for listener in _listeners:
         listener(NOW)
 
@@ -89,12 +106,25 @@ def enter_step(step: int, of: str, *, first: bool, shares: bool) -> None:
     NOW.step, NOW.of, NOW.first, NOW.shares = step, of, first, shares
 
 
+WAITS = "waits for "
+"""How a note begins if what it notes waits for another rank."""
+
 NOTED: list[Callable[[str], None]] = []
 """Functions that hear what this process does within its phase, with other ranks."""
 
 
 def note(what: str) -> None:
-    """Note what this process begins within its phase: a unit that it gathers, or a call inside of a step."""
+    """Note what this process begins within its phase: a unit that it gathers, or a call inside of a step.
+
+    Args:
+        what: the predicate of a sentence. `"waits for "` and what it waits for says that another rank is to
+            blame if this one hangs. The next note ends that.
+
+    Example:
+        >>> from fnaccel.extend import note
+        >>> note("waits for stage 2")
+        >>> note("runs stage 3")
+    """
     for listener in NOTED:
         listener(what)
 
@@ -139,7 +169,7 @@ class within(ContextDecorator):  # noqa: N801 - a context, read as a word
         return within(self._phase)
 
     def __enter__(self) -> None:
-        self._before = NOW.phase, NOW.micro_batch
+        self._before = NOW.phase, NOW.micro_batch, NOW.stage
         enter(self._phase)
 
     def __exit__(

@@ -30,7 +30,7 @@ from fnaccel.world.stacks import open_memory
 SIZE = 256
 """Bytes of a record in memory."""
 
-_MARK = struct.Struct("<QqiB??64s")
+_MARK = struct.Struct("<QqiiB??64s")
 _CALL = struct.Struct("<QQ?64s")
 _THREAD = struct.Struct("<Q")
 _NOTE = struct.Struct("<56s")
@@ -48,7 +48,7 @@ class RankRecord:
         ports: the TCP ports of its gloo groups.
 
         sequence: how many marks and calls it has written. 0: it has not begun a phase.
-        phase, step, micro_batch, first, of, shares: as in `Mark`.
+        phase, step, micro_batch, stage, first, of, shares: as in `Mark`.
         calls: the number of calls of all ranks that it has begun.
         names: the newest of these calls. The last is call number `calls`.
         inside: whether it is inside that call.
@@ -78,6 +78,7 @@ class RankRecord:
     phase: str = PHASES[0]
     step: int = 0
     micro_batch: int = 0
+    stage: int = -1
     first: bool = True
     of: str = ""
     shares: bool = False
@@ -118,7 +119,7 @@ class RankRecord:
     @property
     def place(self) -> str:
         """Its step and phase, as `"step 5, backward, micro-batch 1"`."""
-        return progress_marks.place(self.step, self.activity, self.micro_batch)
+        return progress_marks.place(self.step, self.activity, self.micro_batch, self.stage)
 
     def name(self, number: int) -> str | None:
         """The name of one call, or None if it is too old or was not made."""
@@ -184,7 +185,7 @@ class SharedRecords:
     def read(self, number: int, record: RankRecord | None = None) -> RankRecord:
         """`record` (by default an empty one) at the place that one rank has written."""
         at = number * SIZE
-        marks, step, micro_batch, phase, first, shares, of = _MARK.unpack_from(self._memory, at)
+        marks, step, micro_batch, stage, phase, first, shares, of = _MARK.unpack_from(self._memory, at)
         changes, count, inside, call = _CALL.unpack_from(self._memory, at + _CALL_AT)
         return attrs.evolve(
             record or RankRecord(),
@@ -192,6 +193,7 @@ class SharedRecords:
             phase=PHASES[phase],
             step=step,
             micro_batch=micro_batch,
+            stage=stage if marks else -1,
             first=first or not marks,
             of=_text(of),
             shares=shares,
@@ -221,7 +223,7 @@ class SharedRecords:
             marks += 1
             _NOTE.pack_into(memory, at + _NOTE_AT, b"")
             _MARK.pack_into(
-                memory, at, marks, mark.step, mark.micro_batch, _NUMBERS[mark.phase],
+                memory, at, marks, mark.step, mark.micro_batch, mark.stage, _NUMBERS[mark.phase],
                 mark.first, mark.shares, encoded,
             )  # fmt: skip
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 import attrs
 
 from fnaccel.texts import ranks_of
-from fnaccel.world.progress_marks import PHASES
+from fnaccel.world.progress_marks import PHASES, WAITS
 from fnaccel.world.rank_record import RankRecord
 
 OWN_CODE = 5.0
@@ -286,9 +286,12 @@ def _together(records: Sequence[RankRecord]) -> Finding:
 
 
 def _progress(record: RankRecord) -> tuple[int, int]:
-    """How far it is in its step. The others wait for the rank that is behind, whichever phase they are in."""
+    """How far it is in its step. The others wait for the rank that is behind, whichever phase they are in.
+
+    Stages take micro-batches in different orders. One that waits for another stage is not behind.
+    """
     phase = PHASES.index(record.phase)
-    within_micro_batch = record.phase in ("forward", "backward")
+    within_micro_batch = record.phase in ("forward", "backward") and not record.does.startswith(WAITS)
     return (record.micro_batch, phase) if within_micro_batch else (sys.maxsize, phase)
 
 

@@ -32,6 +32,8 @@ def ranks(*positions, age=11.0, **views):
 WAITS = {"phase": "gradients", "inside": True, "calls": 7, "names": ["train_step(state, batch)"]}
 LOOKS = {"phase": "evaluate", "inside": True, "calls": 7, "names": ["train_step.look(state, fn)"]}
 DATA = {"phase": "data", "age": 51.0}
+STAGE = {"phase": "forward", "micro_batch": 3, "stage": 1, "does": "runs stage 1"}
+BEHIND = {"phase": "backward", "micro_batch": 0, "stage": 0, "does": "waits for stage 1"}
 STOPPED = {"state": "T", "stopped": 11.0}
 
 
@@ -48,6 +50,7 @@ STOPPED = {"state": "T", "stopped": 11.0}
         ([WAITS, WAITS | {"of": "b"}], (0, 1), "rank 0 runs step 5 of a, rank 1 runs step 5 of b"),
         ([WAITS, {"phase": "forward", "inside": True}], (1,), "rank 1 has been in step 5, forward"),
         ([{"phase": "backward"}, {"phase": "forward", "micro_batch": 1}], (0,), "rank 0 has been in step 5, backward"),
+        ([STAGE, BEHIND], (0,), "rank 0 has been in step 5, forward, micro-batch 3, stage 1 for 11 s, and rank 1 waits for it. Last, rank 0 runs stage 1"),
         ([WAITS, WAITS], (), "all ranks have been in gradients for 11 s, in step 5"),
         ([DATA, DATA], (), "all ranks have waited 51 s for their next batch"),
         ([{"phase": "outside", "inside": True, "names": ["world.barrier"]}] * 2, (), "all ranks have been in world.barrier"),

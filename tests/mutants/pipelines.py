@@ -13,9 +13,22 @@ HALVES = "tests/strategies/pipeline/test_halves.py"
 MEMORY = "tests/strategies/pipeline/test_memory.py"
 INFERENCE = "tests/strategies/pipeline/test_inference.py"
 GENERATE = "tests/strategies/pipeline/test_generate.py"
+FAULTS = "tests/strategies/pipeline/test_faults.py"
 FOLDER = "strategies/pipeline"
 
 MUTANTS = [
+    Mutant(
+        "pipeline: a hang without the stage", f"{FOLDER}/executor.py", "forward(i, stage)", "forward(i)",
+        (FAULTS, "-k", "silent and 0"),
+    ),
+    Mutant(
+        "pipeline: a stage that waits is blamed for a hang", "world/stalls.py", " and not record.does.startswith(WAITS)", "",
+        ("tests/launch/test_watchdog_verdicts.py", "-k", "keeps_the_others"),
+    ),
+    Mutant(
+        "pipeline: a stage waits for ever after a message", f"{FOLDER}/executor.py",
+        '        note(f"runs stage {stage}")\n        if torch', "        if torch", (FAULTS, "-k", "silent and 2"),
+    ),
     Mutant(
         "pipeline: gradients of weights are left out for a micro-batch", f"{FOLDER}/executor.py",
         "        if opened.rest is not None:\n            opened.rest()\n",

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from fnaccel.world.hang_report import CODE
 from tests.faulty import FAULTS, RANKS, run_ranks, train
+from tests.strategies.pipeline import test_faults as pipelines
 
 pytestmark = [pytest.mark.launcher, pytest.mark.timeout(3600)]
 
@@ -51,6 +53,19 @@ def test_each_fault_ends_with_a_named_error(tmp_path):
         ]
     print(f"{soon} of {len(cases)} faults ended within {SOON:g} s", file=sys.stderr, flush=True)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("faulty", range(RANKS))
+@pytest.mark.parametrize("fault", [*pipelines.FAULTS, "is silent"])
+def test_each_fault_in_a_schedule_ends_soon(tmp_path, fault, faulty):
+    """With the watchdog at 2 seconds for a rank that is silent."""
+    outcomes = run_ranks(pipelines.train, faulty, fault, str(tmp_path), folder=tmp_path)
+    longest = max(outcome.waited for outcome in outcomes)
+    line = ", ".join(outcome.error for outcome in outcomes)
+    print(f"pipeline {fault:10} on {faulty}: {line:64} {longest:5.1f} s", file=sys.stderr, flush=True)
+    own, others = pipelines.FAULTS.get(fault, (f"ended with {CODE}",) * 2)
+    assert [each.error for each in outcomes] == [own if rank == faulty else others for rank in range(RANKS)]
+    assert longest <= SOON
 
 
 def _named(outcome, name, faulty):

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel.extend import CapabilityError, MeshAxis
+from fnaccel.extend import CapabilityError, MeshAxis, enter, note
 from fnaccel.strategies.pipeline.caches import cache_of, lasting
 from fnaccel.strategies.pipeline.halves import backward_of_inputs
 from fnaccel.strategies.pipeline.messages import Header, Links, signature, unpack
@@ -101,8 +101,8 @@ class Executor:
     def drive(
         self,
         n: int,
-        forward: Callable[[int], Any],
-        backward: Callable[[int, Any], None],
+        forward: Callable[..., Any],
+        backward: Callable[..., None],
         sync: Callable[[bool], AbstractContextManager[Any]],
     ) -> None:
         """Run the actions of this rank for n micro-batches. `sync(True)` is around its last backward."""
@@ -115,19 +115,21 @@ class Executor:
             for place, (kind, stage, i) in enumerate(actions):
                 self._at = stage, i
                 if kind == "F":
-                    results[stage, i] = forward(i)
+                    results[stage, i] = forward(i, stage)
                     continue
                 with sync(place == last):
                     if kind == "W":
+                        enter("backward", i, stage)
                         self._finish(self._open.pop((stage, i)))
                         continue
                     total, counts = results.pop((stage, i))
                     self._in_halves = kind == "I" and counts
-                    backward(i, (total, counts))
+                    backward(i, (total, counts), stage)
                     if kind == "B":
                         del self._open[stage, i]
         finally:
             self._at = None
+        note("waits for other stages")
         self._links.settle()
 
     def table(self, n: int) -> Table:
@@ -191,7 +193,9 @@ class Executor:
         if total is not None:
             outputs, grads = [total], [torch.ones_like(total)]
         else:
+            note(f"waits for stage {stage + 1}")
             grads = self._links.receive_gradients(outputs, self._homes[stage + 1], self._tag(stage, i))
+        note(f"runs stage {stage}")
         whole = functools.partial(torch.autograd.backward, outputs, grads)
         if not outputs:
             pass
@@ -254,9 +258,12 @@ class Executor:
             opened: gets the tensors that take a gradient.
         """
         if stage == 0:
+            note("runs stage 0")
             return Known()
+        note(f"waits for stage {stage - 1}")
         source, tag = self._homes[stage - 1], self._tag(stage - 1, i)
         header, tensors = self._links.receive(source, tag, (about, stage))
+        note(f"runs stage {stage}")
         if torch.is_grad_enabled():
             tensors = _begun(header, tensors, opened)
         return unpack(header, tensors, self._links.own)

@@ -58,7 +58,7 @@ def run_on_stages(model: nn.Module, axis: Pipeline, mesh: Mesh, chunks: int | No
         model.__dict__["generate"] = functools.partial(calls.generate, generate)
 
 
-def _no_backward(i: int, result: Any) -> None:
+def _no_backward(i: int, result: Any, stage: int) -> None:
     """There are no gradients."""
 
 
@@ -94,7 +94,7 @@ class _Calls:
             output = self.executor.run(self._call, inputs)
             return output if last or self.everywhere else None
 
-        def run_chunk(i: int) -> tuple[None, bool]:
+        def run_chunk(i: int, stage: int) -> tuple[None, bool]:  # noqa: ARG001 - as Drive has it
             results.append(self.executor.run(self._call, parts[i]))
             return None, False
 

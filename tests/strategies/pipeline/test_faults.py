@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import fnaccel as fa
+from fnaccel.world.hang_report import CODE
 from tests.faulty import AT, RANKS, run_ranks
 
 pytestmark = pytest.mark.launcher
@@ -20,6 +23,10 @@ FAULTS = {
     "kill -9": ("ended with -9", "PeerLostError"),
     "os._exit": ("ended with 0", "PeerLostError"),
 }
+
+
+LIMITS = {"is silent": 2.0}
+"""Seconds of the watchdog, by fault. The others end before it."""
 
 
 class Block(nn.Module):
@@ -38,6 +45,8 @@ class Block(nn.Module):
                     raise ValueError("boom in a block")
                 if self.wrong == "kill -9":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if self.wrong == "is silent":
+                    time.sleep(1000)
                 os._exit(0)
         return torch.tanh(self.mix(x))
 
@@ -61,7 +70,7 @@ def rows(step):
 
 def train(faulty, fault, folder, steps=2 * AT):
     """The program of one rank: the third of four forwards of a step goes wrong on one stage."""
-    with fa.start(device="cpu") as world:
+    with fa.start(device="cpu", watchdog=LIMITS.get(fault, 120.0)) as world:
         model = fa.distribute(Net, "pipeline()")
         train_step = fa.train_step(fa.accumulate(squares, 4), model=model, optimizer=fa.adamw(0.01))
         state = train_step.init(seed=0)
@@ -74,6 +83,8 @@ def train(faulty, fault, folder, steps=2 * AT):
             train_step.look(state, lambda net: None)
             train_step.look(state, lambda net: None)
         for step in range(state.step, steps):
+            if step == AT and world.rank == faulty:
+                Path(folder, "began").write_text(str(time.monotonic()))
             state, metrics = train_step(state, rows(step))
             if step == AT - 1:
                 fa.save(f"{folder}/state", state)
@@ -93,6 +104,23 @@ def test_a_rank_that_fails_in_a_schedule_ends_all_by_name(tmp_path, fault, fault
         else:
             assert outcome.error == others, outcome
             assert f"rank {faulty}" in outcome.what
+        if fault == "raises" or outcome.rank != faulty:
+            notes = (tmp_path / f"err{outcome.rank}").read_text()
+            place = rf"on rank {outcome.rank}, in step {AT}, micro-batch \d, stage {outcome.rank}, whose batch is "
+            assert re.search(place, notes), notes
+
+
+@pytest.mark.parametrize("faulty", [0, pytest.param(1, marks=pytest.mark.long), 2])
+def test_a_rank_that_is_silent_in_a_schedule_is_named_with_stage_and_micro_batch(tmp_path, faulty):
+    outcomes = run_ranks(train, faulty, "is silent", str(tmp_path), folder=tmp_path)
+    assert {outcome.error for outcome in outcomes} == {f"ended with {CODE}"}, outcomes
+    reports = "".join((tmp_path / f"err{rank}").read_text() for rank in range(RANKS))
+    place = f"step {AT}, forward, micro-batch 2, stage {faulty}"
+    assert f"PeerLostError: rank {faulty} has been in {place} for " in reports, reports
+    assert f"where: rank {faulty}: {place}\n" in reports
+    assert f"forward 2, stage {faulty}" in reports
+    assert f"rank {faulty} runs stage {faulty}" in reports
+    assert "time.sleep(1000)" in reports
 
 
 def test_a_run_that_was_killed_in_a_schedule_goes_on_to_the_bit(tmp_path):
