@@ -18,6 +18,10 @@ FOLDER = "strategies/pipeline"
 
 MUTANTS = [
     Mutant(
+        "pipeline: random numbers after a group begin anew", f"{FOLDER}/passes.py", "(element.path, *inside)",
+        "(element.path,)", (MODELS, "-k", "bart"),
+    ),
+    Mutant(
         "pipeline: a hang without the stage", f"{FOLDER}/executor.py", "forward(i, stage)", "forward(i)",
         (FAULTS, "-k", "silent and 0"),
     ),
@@ -108,7 +112,7 @@ MUTANTS = [
     ),
     Mutant(
         "pipeline: replicas keep their own gradients", f"{FOLDER}/building.py",
-        "flat /= mesh.gradient_size", "pass", (PARITY, "-k", "product and ddp and not tensor"),
+        "hooks=Hooks(finish=averager(params, mesh))", "hooks=Hooks()", (PARITY, "-k", "product and ddp and not tensor"),
     ),
     Mutant(
         "pipeline: parameters of other stages are read as nothing", f"{FOLDER}/passes.py",

@@ -304,9 +304,13 @@ class StagedModel:
         return self._filled(path, known.outputs[path])
 
     def _draw_on(self, element: Element, now: Pass) -> None:
-        """Go on with the random numbers where the stage of an element has ended it."""
-        if now.streams is not None and element.path in now.known.draws:
-            now.streams.states = [state.cpu() for state in now.known.draws[element.path]]
+        """Go on with the random numbers where another stage ended an element, or the last one of a group."""
+        if now.streams is None:
+            return
+        inside = [each.path for each in reversed(self._split.elements) if element.has(each.path)]
+        drew = next((path for path in (element.path, *inside) if path in now.known.draws), None)
+        if drew is not None:
+            now.streams.states = [state.cpu() for state in now.known.draws[drew]]
             now.streams.put_back()
 
     def _filled(self, path: str, output: Any) -> Any:

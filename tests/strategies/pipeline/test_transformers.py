@@ -76,6 +76,16 @@ def t5():
     return transformers.T5ForConditionalGeneration(config)
 
 
+def bart():
+    """Nothing draws random numbers after the last block of the encoder."""
+    config = transformers.BartConfig(
+        d_model=16, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
+        encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=VOCABULARY, max_position_embeddings=16,
+        pad_token_id=0, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2, use_cache=False,
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config)
+
+
 def lora():
     """Low-rank weights of the last layer alone: the other stages train nothing."""
     options = peft.LoraConfig(target_modules=["q_proj"], r=2, layers_to_transform=[LAYERS - 1])
@@ -123,12 +133,13 @@ ROWS = [
     (hidden_states, 2, INTERLEAVED),
     (t5, 2, "pipeline(2, split=('decoder.block.0',))"),
     (t5, 2, "pipeline(2, split=('encoder.block.1',))"),
+    (bart, 2, "pipeline(2, split=('model.decoder.layers.0',))"),
     (t5, 4, "pipeline(4, split=('encoder.block.1', 'decoder.block.0', 'decoder.block.1'))"),
     (qwen3, 4, "pipeline(2) * tensor(2)"),
 ]  # fmt: skip
 
 
-@pytest.mark.long_except("^(gpt2|mixtral|bert|t5)-2-pipeline.2|^mixtral-2")
+@pytest.mark.long_except("^(gpt2|mixtral|bert|t5|bart)-2-pipeline.2|^mixtral-2")
 @pytest.mark.parametrize(
     ("model", "ranks", "strategy"),
     ROWS,
