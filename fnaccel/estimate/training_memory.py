@@ -284,7 +284,11 @@ def _of_stages(
     timing = axis.timing(size, n)
     built = construct(chosen.model, 0, empty=True)
     try:
-        split = axis.split_of(built.model, size)
+        split, named = axis.split_of(built.model, size), dict(built.named("parameters"))
+        shared = [
+            sum(named[name].nbytes for name, users in split.users.items() if len(users) > 1 and rank in users)
+            for rank in range(size)
+        ]
         numbers = range(split.stages)
         kinds = [(number == 0, number == split.stages - 1, _blocks_of(split, number)) for number in numbers]
     finally:
@@ -301,13 +305,15 @@ def _of_stages(
     lowered, sharded = planned_step.lowered(None), any(isinstance(x, Fsdp) for x in chosen.strategy.axes)
     stages = [stage for _, stage in traced]
     ranks: list[TrainingEstimate] = []
-    for own, row in zip(on_rank, timing.rows, strict=True):
+    for own, row, tied in zip(on_rank, timing.rows, shared, strict=True):
         estimate, work = traced[own[0]][0], Work()
         for number in own:
             work.add(traced[number][0].work)
             for each in (number, number - 1):  # activations go on, and gradients back
                 if 0 <= each < split.stages - 1:
                     work.send(axis.mesh_axis, "send", n * stages[each].sent, n)
+        if tied:  # the gradient of a tied weight goes to its owner, and the value back
+            work.send(axis.mesh_axis, "send", tied)
         _send_by_step(work, estimate.footprint, lowered, sharded=sharded)
         highest = peaks_of_rank((action for *_, action in row), stages)
         ranks.append(

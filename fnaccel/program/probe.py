@@ -7,6 +7,7 @@ and memory for the whole model on every rank.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,9 @@ class Probed:
 
     @property
     def difference(self) -> float:
-        """The relative difference."""
+        """The relative difference. 0 if both are NaN, such as on rows that a step leaves out."""
+        if math.isnan(self.cut) and math.isnan(self.whole):
+            return 0.0
         return abs(self.cut - self.whole) / max(abs(self.whole), _SMALL)
 
 

@@ -42,6 +42,11 @@ def as_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
+def base_of(value: object) -> torch.Tensor | None:
+    """The tensor that a tensor is a view of."""
+    return value._base if isinstance(value, torch.Tensor) else None
+
+
 def listeners_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
     """Those of some modules, by path, that have a forward hook which is at work."""
     for path, module in modules:

@@ -22,6 +22,7 @@ from fnaccel.strategies.pipeline.owned import AXIS
 from fnaccel.strategies.pipeline.passes import StagedModel
 from fnaccel.strategies.pipeline.record import Pipeline
 from fnaccel.strategies.pipeline.schedules import gpipe
+from fnaccel.strategies.pipeline.unknown import check_known
 
 _WHERE = "a model of fa.big.pipeline"
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -95,7 +96,9 @@ class _Calls:
             return output if last or self.everywhere else None
 
         def run_chunk(i: int, stage: int) -> tuple[None, bool]:  # noqa: ARG001 - as Drive has it
-            results.append(self.executor.run(self._call, parts[i]))
+            output = self.executor.run(self._call, parts[i])
+            check_known(output)
+            results.append(output)
             return None, False
 
         try:

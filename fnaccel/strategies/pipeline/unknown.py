@@ -12,12 +12,12 @@ import torch
 
 from fnaccel import tree
 from fnaccel.extend import CapabilityError
-from fnaccel.strategies.pipeline._torch import as_plain
+from fnaccel.strategies.pipeline._torch import as_plain, base_of
 from fnaccel.tree import Tree
 
 _READ = {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
-    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__"),
+    *("__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__"),
 }
 """Functions that read a value on the host."""
 _KNOWN = {
@@ -61,9 +61,12 @@ class Unknown(torch.Tensor):
         result = as_plain(func, args, kwargs or {})
         if name in _KNOWN or (name in _OF_FIRST and not isinstance(args[0], Unknown)):
             return result
-        changed = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        out = tree.leaves((kwargs or {}).get("out", ()))
+        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+            out += tree.leaves(args[0])
+        out += [base for x in out if (base := base_of(x)) is not None]
         computed = [x for x in tree.leaves(result) if all(x is not other for other in given)]
-        for value in args[:1] if changed else computed:
+        for value in (*out, *computed):
             if type(value) is torch.Tensor:
                 Unknown.of(value, newest.what)
         return result
@@ -86,5 +89,5 @@ def unknown(what: str) -> CapabilityError:
         f"the loss depends on {what}, which lies on another stage",
         where="the loss function under fa.pipeline()",
         fix="put it on the stage that uses it: fa.pipeline(split={path: stage}); or return it from the block "
-        "beside the activation",
+        "beside the activation; a head with the weight of an embedding: a module, head.weight = embed.weight",
     )

@@ -99,6 +99,30 @@ class Copies(Decides):
         return x * scale.mean()
 
 
+class Writes(Decides):
+    """The same, written into views, and into the result of another function."""
+
+    def choose(self, early, x):
+        scale, other, listed = torch.ones(4), torch.zeros(()), [torch.ones(())]
+        scale[1:][..., :2].copy_(early.detach().abs().max())
+        torch.mul(early.detach().max(), 2, out=other)
+        torch._foreach_add_(listed, [early.detach().max()])
+        parts = {"view": scale, "out": other, "list": listed[0]}
+        return torch.where(parts[self.kind].max() > 0.5, x, -x)
+
+
+class WritesToView(Writes):
+    kind = "view"
+
+
+class WritesToResult(Writes):
+    kind = "out"
+
+
+class WritesToList(Writes):
+    kind = "list"
+
+
 def measured(model, tokens):
     own = loss_fn(model, tokens)
     return fa.Mean(own.total, weight=own.weight, aux={"size": model.embed.weight.detach().norm()})
@@ -165,6 +189,9 @@ LOSSES = {
     "a choice by another stage": (Decides, loss_fn, "the loss depends on embed.weight"),
     "a branch by another stage": (Branches, loss_fn, "the loss depends on embed.weight"),
     "a copy from another stage": (Copies, loss_fn, "the loss depends on embed.weight"),
+    "a view with values of another stage": (WritesToView, loss_fn, "the loss depends on embed.weight"),
+    "a result with values of another stage": (WritesToResult, loss_fn, "the loss depends on embed.weight"),
+    "a list with values of another stage": (WritesToList, loss_fn, "the loss depends on embed.weight"),
     "a metric of another stage": (models.deep_gpt, measured, "the loss depends on embed.weight"),
     "a module in another order": (Late, loss_fn, "the loss depends on late."),
     "a buffer of another stage": (
