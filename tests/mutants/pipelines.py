@@ -20,6 +20,11 @@ MUTANTS = [
         (FAULTS, "-k", "silent and 0"),
     ),
     Mutant(
+        "pipeline: a profile takes all stages of a rank for one", f"{FOLDER}/executor.py",
+        "backward(i, (total, counts), stage)", "backward(i, (total, counts), self._own[0])",
+        ("tests/strategies/pipeline/test_features.py", "-k", "profile"),
+    ),
+    Mutant(
         "pipeline: a stage that waits is blamed for a hang", "world/stalls.py", " and not record.does.startswith(WAITS)", "",
         ("tests/launch/test_watchdog_verdicts.py", "-k", "keeps_the_others"),
     ),
