@@ -25,6 +25,14 @@ MUTANTS = [
         ("tests/strategies/pipeline/test_features.py", "-k", "profile"),
     ),
     Mutant(
+        "pipeline: an embedding weighs as if it multiplied", f"{FOLDER}/split.py", 'if asked == "size" and name in looked_up:', "if False:",
+        ("tests/strategies/pipeline/test_features.py", "-k", "large_head"),
+    ),
+    Mutant(
+        "pipeline: a tied head weighs nothing", f"{FOLDER}/split.py", "named_parameters(remove_duplicate=False):\n        if asked", "named_parameters():\n        if asked",
+        ("tests/strategies/pipeline/test_features.py", "-k", "large_head"),
+    ),
+    Mutant(
         "pipeline: a stage that waits is blamed for a hang", "world/stalls.py", " and not record.does.startswith(WAITS)", "",
         ("tests/launch/test_watchdog_verdicts.py", "-k", "keeps_the_others"),
     ),

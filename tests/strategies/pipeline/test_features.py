@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import fnaccel as fa
 from fnaccel.cli import trace
+from fnaccel.strategies.pipeline.split import split_model
 from fnaccel.testing import assert_close
 from tests.strategies.pipeline import models
 from tests.strategies.pipeline.models import STEPS, loss_fn, rows_of
@@ -54,6 +56,28 @@ def ascend(grads, info):
 
 def perturbed(strategy):
     return run(fa.perturb(fa.accumulate(loss_fn, 2), ascend), strategy)
+
+
+class LargeVocabulary(nn.Module):
+    """Twelve blocks of 72 parameters, and a head that weighs as five or six of them."""
+
+    def __init__(self, *, tied):
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+        self.head = nn.Linear(8, 50, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_by_size_the_stage_of_a_large_head_has_fewer_blocks(tied):
+    for asked, most in (("size", 9), ("even", 6)):
+        split = split_model(LargeVocabulary(tied=tied), asked, {"head": 1.0}, (0, 1))
+        assert [element.stage for element in split.elements] == [0] * most + [1] * (12 - most)
 
 
 def profiled(directory):
