@@ -33,6 +33,10 @@ MUTANTS = [
         ("tests/strategies/pipeline/test_features.py", "-k", "large_head"),
     ),
     Mutant(
+        "pipeline: ranks run schedules of their own", f"{FOLDER}/schedules.py", "if table != tables[0]:", "if len(table) != len(tables[0]):",
+        (MISTAKES, "-k", "differs_between_ranks and 2"),
+    ),
+    Mutant(
         "pipeline: a stage that waits is blamed for a hang", "world/stalls.py", " and not record.does.startswith(WAITS)", "",
         ("tests/launch/test_watchdog_verdicts.py", "-k", "keeps_the_others"),
     ),
