@@ -47,6 +47,13 @@ def text(ranks: Sequence[Summary]) -> str:
         (str(rank.rank), *(f"{rank.phases.get(name, 0.0):.2f}" for name in names), "") for rank in ranks
     ]
     parts = [columns(lines, ">" * 7), "Phases, ms/step:", columns(phases, ">" * (len(names) + 1))]
+    stages = sorted((stage, rank.rank, times) for rank in ranks for stage, times in rank.stages.items())
+    if stages:
+        rows: list[tuple[str, ...]] = [("stage", "rank", "forward", "backward", "")]
+        for stage, rank, times in stages:
+            spent = [f"{times.get(phase, 0.0):.2f}" for phase in ("forward", "backward")]
+            rows.append((str(stage), str(rank), *spent, ""))
+        parts += ["Stages, with waits for other stages, ms/step:", columns(rows, ">" * 4)]
     if len(ranks) > 1:
         busy = attrgetter("busy")
         slowest, quickest = max(ranks, key=busy), min(ranks, key=busy)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 from fnaccel._torch import profiler_is_on
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest, require
 from fnaccel.world.paths import local_path
-from fnaccel.world.progress_marks import NOW, Mark, listening
+from fnaccel.world.progress_marks import NOW, STAGE, Mark, listening
 from fnaccel.world.world import find_current
 
 PHASE = "fnaccel."
@@ -132,7 +132,8 @@ class Profile(AbstractContextManager["Profile"]):
         if mark.phase == "outside" and mark.step != self._newest:
             self._newest = mark.step
             self.step()
-        self._range = torch.profiler.record_function(PHASE + mark.phase)
+        stage = f"{STAGE}{mark.stage}" if mark.stage >= 0 else ""
+        self._range = torch.profiler.record_function(f"{PHASE}{mark.phase}{stage}")
         self._range.__enter__()
 
     def _leave(self) -> None:

@@ -16,6 +16,7 @@ import attrs
 from fnaccel.errors import ArgumentError
 from fnaccel.seeing.profile import PHASE
 from fnaccel.world.paths import local_path
+from fnaccel.world.progress_marks import STAGE
 
 _FILE = re.compile(r"rank(\d+)\.(\d+)\.pt\.trace\.json(\.gz)?")
 _COMMUNICATION = re.compile(
@@ -40,6 +41,8 @@ class Summary:
         data: waiting for a batch.
         idle: the rest: Python between operators, and code of the script.
         phases: the time of each phase of a step.
+        stages: of the stages of a pipeline on this rank, the times of forward and backward. Waiting for other
+            stages counts.
 
     Example:
         >>> with fa.profile("trace", wait=0, active=1):
@@ -59,6 +62,7 @@ class Summary:
     data: float
     idle: float
     phases: dict[str, float]
+    stages: dict[int, dict[str, float]] = attrs.field(factory=dict)
 
     @property
     def busy(self) -> float:
@@ -111,10 +115,14 @@ def _summary(rank: int, paths: list[Path]) -> Summary:
         totals.update(_totals(path))
     scale = 1e-3 / totals["steps"]  # traces are in microseconds
     times = {name: totals[name] * scale for name in _TIMES}
-    phases = {
-        name.removeprefix(PHASE): time * scale for name, time in totals.items() if name.startswith(PHASE)
-    }
-    return Summary(rank=rank, steps=totals["steps"], phases=phases, **times)
+    phases: dict[str, float] = defaultdict(float)
+    stages: dict[int, dict[str, float]] = defaultdict(dict)
+    for name in sorted(name for name in totals if name.startswith(PHASE)):
+        phase, _, stage = name.removeprefix(PHASE).partition(STAGE)
+        phases[phase] += totals[name] * scale
+        if stage:
+            stages[int(stage)][phase] = totals[name] * scale
+    return Summary(rank=rank, steps=totals["steps"], phases=dict(phases), stages=dict(stages), **times)
 
 
 def _totals(path: Path) -> dict[str, Any]:

@@ -62,10 +62,14 @@ class Mark:
         return place(self.step, self.phase, self.micro_batch, self.stage)
 
 
+STAGE = ", stage "
+"""What is between a phase and its stage."""
+
+
 def place(step: int, phase: str, micro_batch: int, stage: int = -1) -> str:
     """A place in training, as `"step 5, backward, micro-batch 1"`, with the stage if it is of one."""
     part = f", micro-batch {micro_batch}" if phase in ("forward", "backward") else ""
-    return f"step {step}, {phase}{part}{f', stage {stage}' if stage >= 0 else ''}"
+    return f"step {step}, {phase}{part}{f'{STAGE}{stage}' if stage >= 0 else ''}"
 
 
 NOW = Mark()

@@ -26,6 +26,23 @@ MUTANTS = [
         (FAULTS, "-k", "silent and 0"),
     ),
     Mutant(
+        "pipeline: a profile takes all stages of a rank for one", f"{FOLDER}/executor.py",
+        "backward(i, (total, counts), stage)", "backward(i, (total, counts), self._own[0])",
+        ("tests/strategies/pipeline/test_features.py", "-k", "profile"),
+    ),
+    Mutant(
+        "pipeline: an embedding weighs as if it multiplied", f"{FOLDER}/split.py", 'if asked == "size" and name in looked_up:', "if False:",
+        ("tests/strategies/pipeline/test_features.py", "-k", "large_head"),
+    ),
+    Mutant(
+        "pipeline: a tied head weighs nothing", f"{FOLDER}/split.py", "named_parameters(remove_duplicate=False):\n        if asked", "named_parameters():\n        if asked",
+        ("tests/strategies/pipeline/test_features.py", "-k", "large_head"),
+    ),
+    Mutant(
+        "pipeline: ranks run schedules of their own", f"{FOLDER}/schedules.py", "if table != tables[0]:", "if len(table) != len(tables[0]):",
+        (MISTAKES, "-k", "differs_between_ranks and 2"),
+    ),
+    Mutant(
         "pipeline: a stage that waits is blamed for a hang", "world/stalls.py", " and not record.does.startswith(WAITS)", "",
         ("tests/launch/test_watchdog_verdicts.py", "-k", "keeps_the_others"),
     ),

@@ -69,6 +69,10 @@ def _read_keys(draft: Draft, path: str, prefix: str) -> None:
         name = key[len(prefix) :]
         if draft.leaves[key] == "auto":
             draft.row(key, became, _AUTO.get(name, "auto: filled by the strategy, see docs/deepspeed.md"))
+        elif name.split(".")[0] == "pipeline":
+            draft.skip(
+                "DeepSpeed builds pipelines in code. fa.pipeline() splits the blocks of any model", key
+            )
         elif name.split(".")[0] in TOP:
             draft.row(key, became, "DeepSpeed reads it from the file")
 

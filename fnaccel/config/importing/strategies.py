@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fnaccel.config.importing.draft import DEFAULT, NOTHING, Draft, Table, call
+from fnaccel.config.importing.draft import DEFAULT, Draft, Table, call
 from fnaccel.errors import ConfigError
 
 FSDP = "fsdp_config"
@@ -219,10 +219,14 @@ _DEGREES = {
     "tp_degree": ("strategy: tensor({})", "needs a model with a plan of its layers"),
     "context_parallel_size": ("strategy: context({})", "sequences are cut over ranks"),
     "pp_degree": ("strategy: pipeline({})", "the blocks of the model are split over ranks"),
-    "num_layers_per_virtual_pipeline_stage": (NOTHING, "fa.pipeline(virtual=) is a number of stages a rank"),
+}
+_STAGES = {
+    "num_layers_per_virtual_pipeline_stage": "fa.pipeline(virtual=) is a number of stages a rank",
+    "decoder_last_pipeline_num_layers": "fa.pipeline(split=) names the modules where stages begin",
+    "pipeline_model_parallel_split_rank": "fa.pipeline(split=) names the modules where stages begin",
 }
 MEGATRON_KEYS = (
-    *(f"megatron_lm_{name}" for name in _DEGREES),
+    *(f"megatron_lm_{name}" for name in (*_DEGREES, *_STAGES)),
     *("megatron_lm_num_micro_batches", "megatron_lm_gradient_clipping", "megatron_lm_sequence_parallelism"),
     *("megatron_lm_use_distributed_optimizer", "megatron_lm_recompute_activations"),
 )
@@ -237,6 +241,8 @@ def read_megatron(draft: Draft) -> str:
         if size > 1:
             draft.row(section + name, became.format(size), why)
         draft.skip("1 is the default", section + name)
+    for name, why in _STAGES.items():
+        draft.skip(why, section + name)
     degree, cut = sizes["tp_degree"], sizes["context_parallel_size"]
     sharded = draft.truth(f"{section}use_distributed_optimizer")
     averaging = call("fsdp", reshard_after_forward=False) if sharded else "ddp"

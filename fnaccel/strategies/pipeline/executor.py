@@ -11,12 +11,13 @@ import attrs
 import torch
 from torch import nn
 
+from fnaccel.collectives import gather_objects
 from fnaccel.extend import CapabilityError, MeshAxis, enter, note
 from fnaccel.strategies.pipeline.caches import cache_of, lasting
 from fnaccel.strategies.pipeline.halves import backward_of_inputs
 from fnaccel.strategies.pipeline.messages import Header, Links, signature, unpack
 from fnaccel.strategies.pipeline.passes import Known, Pass, StagedModel, StageEnds
-from fnaccel.strategies.pipeline.schedules import Schedule, Table, check_places, timed
+from fnaccel.strategies.pipeline.schedules import READY, Schedule, Table, check_places, check_same, timed
 from fnaccel.strategies.pipeline.unknown import check_known
 
 Run = Callable[..., Any]
@@ -85,6 +86,7 @@ class Executor:
     ) -> None:
         self._abandon = abandon
         self._staged, self._inner, self._links = staged, inner, links
+        self._axis = axis
         self._ranks, self._homes, self._stages = axis.size, homes, len(homes)
         self._rank = axis.rank
         self._own = [stage for stage, home in enumerate(homes) if home == axis.rank]
@@ -133,9 +135,15 @@ class Executor:
         self._links.settle()
 
     def table(self, n: int) -> Table:
-        """The schedule of n micro-batches."""
+        """The schedule of n micro-batches, which is checked before its first use.
+
+        Raises:
+            ArgumentError: it can't run, or ranks have different ones.
+        """
         if n not in self._tables:
             table = self._schedule(self._ranks, self._stages // self._ranks, n)
+            if self._schedule not in READY.values():  # a function of the user's may read the rank
+                check_same(gather_objects(table, over=self._axis), self._name)
             timed(table, self._stages, n, self._name)
             check_places(table, self._homes, self._name)
             self._tables[n] = table

@@ -167,10 +167,12 @@ def pipeline(
 
     Args:
         degree: how many ranks a model is split over. -1 takes the ranks that are left.
-        split: `"even"` counts blocks, the members of a `ModuleList` or `Sequential`. `"size"` counts their
-            parameters. A sequence of paths names the modules where stages begin: `("blocks.4", "blocks.9")`.
-            A dict gives the stage of modules: `{"embed": 0, "blocks.0": 1}`. Blocks that it does not name
-            are on the stage of the block before, other parameters on that of the module after them.
+        split: `"even"` counts blocks, the members of a `ModuleList` or `Sequential`. `"size"` counts
+            parameters as a measure of operations: those of an embedding, which is looked up, count as none,
+            and a head counts its weight also if that is tied. All experts of a layer count. A sequence
+            of paths names the modules where stages begin: `("blocks.4", "blocks.9")`. A dict gives the stage
+            of modules: `{"embed": 0, "blocks.0": 1}`. Blocks that it does not name are on the stage of the
+            block before, other parameters on that of the module after them.
         schedule: `"1f1b"`, `"gpipe"`, `"interleaved"`, `"zero_bubble"`, or `"module:function"`, a function
             `(ranks, virtual, micro_batches)`. It lists for each rank its actions, forwards `("F", stage, i)`
             and backwards `("B", stage, i)`. In the place of "B" may stand "I", the gradients of inputs, and

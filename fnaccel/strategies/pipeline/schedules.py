@@ -298,6 +298,14 @@ def check_places(table: Table, homes: Sequence[int], name: str) -> None:
                 raise _unfit(name, what, "list each stage on one rank, whatever the number of micro-batches")
 
 
+def check_same(tables: Sequence[Table], name: str) -> None:
+    """Raise ArgumentError unless all ranks have the same schedule."""
+    for rank, table in enumerate(tables):
+        if table != tables[0]:
+            what = f"has other lists on rank {rank} of the stages than on rank 0"
+            raise _unfit(name, what, "let the function depend on nothing but its arguments")
+
+
 def _check_complete(table: Table, stages: int, micro_batches: int, name: str) -> None:
     listed = [action for actions in table for action in actions]
     pairs = {(stage, i) for stage in range(stages) for i in range(micro_batches)}

@@ -193,10 +193,18 @@ def _check_chain(model: nn.Module, found: Sequence[str], stages: int) -> None:
 def _balanced(
     model: nn.Module, found: Sequence[str], asked: str, weights: Mapping[str, float], stages: int
 ) -> list[int]:
-    """The stage of each block, so that the squares of the stages' weights add up to the least."""
+    """The stage of each block, so that the squares of the stages' weights add up to the least.
+
+    A tied weight counts in the head, too. By size one that is looked up counts nowhere.
+    """
     sizes = dict.fromkeys(found, 0)
     before = after = 0
-    for name, param in model.named_parameters():
+    looked_up = {
+        f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)
+    }
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if asked == "size" and name in looked_up:
+            continue
         block = next((each for each in found if name.startswith(f"{each}.")), None)
         if block is not None:
             sizes[block] += param.numel()

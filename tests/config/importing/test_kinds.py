@@ -182,6 +182,32 @@ NEEDS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("num_layers_per_virtual_pipeline_stage", "virtual="),
+        ("decoder_last_pipeline_num_layers", "split="),
+        ("pipeline_model_parallel_split_rank", "split="),
+    ],
+)
+def test_where_stages_begin_in_megatron_is_named_with_the_option_that_says_so(tmp_path, key, why):
+    section = {"megatron_lm_pp_degree": 2, f"megatron_lm_{key}": 1}
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml.safe_dump({"distributed_type": "MEGATRON_LM", "megatron_lm_config": section}))
+    imported = import_file(path)
+    assert imported.recipe.strategy == "pipeline(2) * ddp"
+    (row,) = [row for row in imported.rows if row.key.endswith(key)]
+    assert row.became == "nothing"
+    assert f"fa.pipeline({why})" in row.why
+
+
+def test_a_pipeline_of_deepspeed_is_built_in_code():
+    imported = deepspeed_file.read({"pipeline": {"stages": 2}}, "ds.json")
+    (row,) = imported.rows
+    assert (row.key, row.became) == ("pipeline.stages", "nothing")
+    assert "fa.pipeline()" in row.why
+
+
 def test_what_needs_something_is_said_in_the_file():
     text = commented(import_file(FOLDER / "megatron.yaml"), "megatron.yaml")
     assert "# megatron_lm_config.megatron_lm_tp_degree: needs a model with a plan" in text

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import fnaccel as fa
+from fnaccel.cli import trace
+from fnaccel.strategies.pipeline.split import split_model
 from fnaccel.testing import assert_close
 from tests.strategies.pipeline import models
 from tests.strategies.pipeline.models import STEPS, loss_fn, rows_of
@@ -53,6 +56,53 @@ def ascend(grads, info):
 
 def perturbed(strategy):
     return run(fa.perturb(fa.accumulate(loss_fn, 2), ascend), strategy)
+
+
+class LargeVocabulary(nn.Module):
+    """Twelve blocks of 72 parameters, and a head that weighs as five or six of them."""
+
+    def __init__(self, *, tied):
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+        self.head = nn.Linear(8, 50, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_by_size_the_stage_of_a_large_head_has_fewer_blocks(tied):
+    for asked, most in (("size", 9), ("even", 6)):
+        split = split_model(LargeVocabulary(tied=tied), asked, {"head": 1.0}, (0, 1))
+        assert [element.stage for element in split.elements] == [0] * most + [1] * (12 - most)
+
+
+def profiled(directory):
+    with fa.start():
+        strategy = "pipeline(2, schedule='interleaved', virtual=2)"
+        train_step = program(fa.accumulate(loss_fn, 2), strategy=strategy, model=models.deep_gpt)
+        state = train_step.init(seed=0)
+        with fa.profile(directory, wait=1, warmup=0, active=2):
+            for number in range(3):
+                state, _ = train_step(state, rows_of(number, 0))
+        train_step.close()
+
+
+def test_a_profile_has_a_row_for_each_stage(pools, tmp_path, capsys):
+    pools.run(2, profiled, tmp_path)
+    ranks = fa.seeing.summarize(tmp_path)
+    assert [sorted(rank.stages) for rank in ranks] == [[0, 2], [1, 3]]
+    for rank in ranks:
+        for phase in ("forward", "backward"):
+            times = [times[phase] for times in rank.stages.values()]
+            assert all(time > 0 for time in times)
+            assert rank.phases[phase] == pytest.approx(sum(times))
+    assert trace.run(["summarize", str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.partition("Stages")[2].splitlines()
+    assert [row.split()[:2] for row in rows[3:7]] == [["0", "0"], ["1", "1"], ["2", "0"], ["3", "1"]]
 
 
 def halved(grads, own, info):

@@ -404,6 +404,31 @@ def test_a_model_on_stages_is_not_lent(pools):
     assert "can't be lent" in raised(pools, fn=lent)
 
 
+def of_the_rank(ranks, virtual, micro_batches):
+    """Another order of backwards on rank 0 than on the others. It takes as long, and the plan shows no picture."""
+    order = range(micro_batches)
+    backwards = order if torch.distributed.get_rank() else order[::-1]
+    return [[("F", rank, i) for i in order] + [("B", rank, i) for i in backwards] for rank in range(ranks)]
+
+
+def refused_in_a_step():
+    train_step = made(
+        models.deep_gpt, fa.accumulate(loss_fn, 16), f"pipeline(schedule='{__name__}:of_the_rank')"
+    )
+    state = train_step.init(seed=0)
+    with pytest.raises(fa.errors.ArgumentError) as caught:
+        train_step(state, rows_of(0, 0, rows=16))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_schedule_that_differs_between_ranks_raises_on_all(pools, ranks):
+    messages = pools.run(ranks, refused_in_a_step)
+    assert len({*messages}) == 1
+    assert "of_the_rank" in messages[0]
+    assert "has other lists on rank 1 of the stages than on rank 0" in messages[0]
+
+
 def disagree():
     rank = torch.distributed.get_rank()
     return started(plain, f"pipeline(2, split=('blocks.{rank + 1}',))")

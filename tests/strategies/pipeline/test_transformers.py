@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import fnaccel as fa
+from fnaccel.strategies.pipeline.split import split_model
 from fnaccel.testing import assert_close
 from tests.tiny_models import whole_params
 
@@ -121,6 +122,17 @@ def trained(model, strategy, change=lambda step: step):
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     return losses, norms, whole_params(state)
+
+
+@pytest.mark.parametrize("model", [llama, qwen3, mistral, mixtral])
+def test_blocks_are_the_layers_of_the_plan_that_transformers_brings(model):
+    """The embedding before them is on the first stage, and the norm after them on the last one."""
+    built = model()
+    prefix, plan = built.base_model_prefix, list(built.config.base_model_pp_plan)
+    split = split_model(built, "even", {}, (0, 1))
+    assert plan == ["embed_tokens", "layers", "norm"]
+    assert [element.path for element in split.elements] == [f"{prefix}.layers.{i}" for i in range(LAYERS)]
+    assert [split.names[f"{prefix}.{name}.weight"] for name in ("embed_tokens", "norm")] == [0, 1]
 
 
 INTERLEAVED = "pipeline(2, schedule='interleaved', virtual=2)"
