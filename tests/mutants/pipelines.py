@@ -70,7 +70,7 @@ MUTANTS = [
     ),
     Mutant(
         "pipeline: a copy of values of another stage", f"{FOLDER}/unknown.py",
-        "args[:1] if changed else computed", "computed", (MISTAKES, "-k", "built_first and copy"),
+        "            out += tree.leaves(args[0])\n", "            pass\n", (MISTAKES, "-k", "built_first and copy"),
     ),
     Mutant(
         "pipeline: a choice or a metric of another stage", "engine/totals.py",
