@@ -62,7 +62,8 @@ class TrainingEstimate:
         peak: the moment with the most live bytes.
         phases: live bytes at most in each phase of the step.
         left_out: how many blocks were counted, and not traced.
-        work: floating-point operations, and the collectives of a step by axis and kind.
+        work: floating-point operations, those of the busiest rank of a pipeline, and the collectives of a
+            step by axis and kind.
         degrees: ranks along each axis.
         offloads: whether parameters, gradients and slots are in the memory of the host.
         idle: the share of time in which ranks of a pipeline wait for each other.
@@ -325,7 +326,9 @@ def _of_stages(
                 idle=timing.idle,
             )
         )
-    return max(ranks, key=lambda each: each.total)
+    largest = max(ranks, key=lambda each: each.total)
+    largest.work.flops = max(each.work.flops for each in ranks)  # the others wait for the busiest one
+    return largest
 
 
 def _blocks_of(split: Any, number: int) -> tuple[tuple[type, int], ...]:
