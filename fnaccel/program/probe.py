@@ -105,16 +105,17 @@ def probe_first(learned: Learned, probe: Callable[[Tree], Probed], batch: Tree, 
     Raises:
         CapabilityError: the cut model computes another loss.
     """
+    on_stages = mesh.degrees.get("pp", 1) > 1
     try:
         probe(batch)
     except CapabilityError as error:
-        if CAUSES in str(error) or mesh.degrees.get("pp", 1) > 1:
+        if CAUSES in str(error) or on_stages:
             learned.probed = False
             raise
     except OwnershipError:  # a factory that returns the same module again
         pass
     except Exception:
-        if mesh.degrees.get("pp", 1) > 1:
+        if on_stages:
             raise
         learned.cut_fails = True
 

@@ -32,19 +32,18 @@ from fnaccel.models.building import has_factories, share_first_values
 from fnaccel.strategies.fsdp_engine import averager
 from fnaccel.strategies.layout import copies_of
 from fnaccel.strategies.pipeline.drawing import with_own_values
-from fnaccel.strategies.pipeline.executor import Executor
+from fnaccel.strategies.pipeline.executor import Executor, Run
 from fnaccel.strategies.pipeline.messages import Links
 from fnaccel.strategies.pipeline.owned import AXIS, OnStage, Owned
 from fnaccel.strategies.pipeline.passes import StagedModel
 from fnaccel.strategies.pipeline.record import Pipeline
-from fnaccel.strategies.pipeline.schedules import schedule_of
 from fnaccel.strategies.pipeline.shared import SharedWeights, StageBuffers
-from fnaccel.strategies.pipeline.split import Split
+from fnaccel.strategies.pipeline.split import Split, join
 
 
 @attrs.define(eq=False)
-class _Parts:
-    """What the split of a model has found, while an engine is made.
+class Parts:
+    """What the split of a model has found, while it is put on stages.
 
     Attributes:
         split: the stages.
@@ -62,7 +61,7 @@ def build_pipeline(build: Build, axis: Pipeline) -> tuple[Engine, Built]:
     along = mesh[AXIS]
     if along.group is None:
         return engine_without(axis, build)
-    parts = _Parts()
+    parts = Parts()
 
     def prepare(built: Built) -> None:
         build.prepare(built)
@@ -81,25 +80,8 @@ def build_pipeline(build: Build, axis: Pipeline) -> tuple[Engine, Built]:
     inner = attrs.evolve(build, spec=spec, prepare=prepare)
     shards = "dp_shard" in mesh.degrees
     engine, built = engine_without(axis, inner) if shards else _replicas(inner)
-    staged = StagedModel(
-        built.model,
-        parts.split,
-        parts.elsewhere,
-        buffers_outside(built.model, parts.split),
-        spec.rng != "stream",
-        mesh.world.device,
-    )
-    executor = Executor(
-        built.model,
-        staged,
-        engine.forward.run,
-        along,
-        parts.split.homes,
-        schedule_of(axis.schedule),
-        axis.schedule,
-        links_over(mesh),
-        mesh.world.abandon,
-    )
+    draws = spec.rng != "stream"
+    staged, executor = on_stages(built.model, parts, engine.forward.run, mesh, axis.schedule, draws=draws)
     forward = attrs.evolve(
         engine.forward,
         run=executor.run,
@@ -120,6 +102,25 @@ def build_pipeline(build: Build, axis: Pipeline) -> tuple[Engine, Built]:
     return attrs.evolve(engine, layout=layout, forward=forward, hooks=hooks), built
 
 
+def on_stages(
+    model: nn.Module, parts: Parts, inner: Run, mesh: Mesh, schedule: str, *, draws: bool
+) -> tuple[StagedModel, Executor]:
+    """Let a model run as the stages of this rank.
+
+    Args:
+        model: with the values of these stages.
+        parts: of the model.
+        inner: `run(fn, *args)` of what is inside of a stage.
+        mesh: the ranks.
+        schedule: its name.
+        draws: whether random streams are seeded for each micro-batch.
+    """
+    split, world = parts.split, mesh.world
+    staged = StagedModel(model, split, parts.elsewhere, _buffers_outside(model, split), draws, world.device)
+    executor = Executor(model, staged, inner, mesh[AXIS], split.homes, schedule, _links(mesh), world.abandon)
+    return staged, executor
+
+
 def _replicas(build: Build) -> tuple[Engine, Built]:
     """The engine of stages that are whole on each rank. Gradients are averaged after the last backward.
 
@@ -132,7 +133,7 @@ def _replicas(build: Build) -> tuple[Engine, Built]:
     return whole_engine("pipeline", built, build, hooks=Hooks(finish=averager(params, mesh))), built
 
 
-def cut_model(built: Built, axis: Pipeline, build: Build, parts: _Parts) -> None:
+def cut_model(built: Built, axis: Pipeline, build: Build, parts: Parts) -> None:
     """Leave the parameters of this rank's stages in the modules, and none of the others' values."""
     mesh = build.spec.mesh
     along = mesh[AXIS]
@@ -140,16 +141,13 @@ def cut_model(built: Built, axis: Pipeline, build: Build, parts: _Parts) -> None
     split = axis.split_of(model, along.size)
     parts.split = split
     _note_units(built, split, build, along)
-    slots: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    slots: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for attribute, param in _torch.parameters_of(module).items():
             if param is not None:
-                slots.setdefault(id(param), []).append(
-                    (f"{path}.{attribute}" if path else attribute, module, attribute)
-                )
-    for places in slots.values():
+                slots.setdefault(param, []).append((join(path, attribute), module, attribute))
+    for param, places in slots.items():
         name = places[0][0]
-        param: Any = dict(_torch.parameters_of(places[0][1]))[places[0][2]]
         if not param.dim() or split.users[name][0] == along.rank:
             continue
         empty = without_rows(param, param.device if built.empty else "cpu")
@@ -168,14 +166,14 @@ def without_rows(param: nn.Parameter, device: torch.device | str) -> nn.Paramete
     return nn.Parameter(rows, requires_grad=param.requires_grad)
 
 
-def buffers_outside(model: nn.Module, split: Split) -> list[tuple[str, nn.Module, str, int]]:
+def _buffers_outside(model: nn.Module, split: Split) -> list[tuple[str, nn.Module, str, int]]:
     """The name, module, attribute and stage of each buffer that is saved and part of no element."""
     transient = set(_torch.transient_buffers({None: model}))
     return [
         (name, module, attribute, split.names[name])
         for path, module in model.named_modules()
         for attribute in _torch.buffers_of(module)
-        if (name := f"{path}.{attribute}" if path else attribute) not in transient and not split.inside(name)
+        if (name := join(path, attribute)) not in transient and not split.inside(name)
     ]
 
 
@@ -194,7 +192,7 @@ def _note_units(built: Built, split: Split, build: Build, along: Any) -> None:
                 built.units[key] = NamedUnits(tuple(names))
 
 
-def links_over(mesh: Mesh) -> Links:
+def _links(mesh: Mesh) -> Links:
     """Connections to other stages. On accelerators activations and gradients have a group each.
 
     There the operations of a group run in the order in which they were begun, and two stages begin theirs in

@@ -17,7 +17,7 @@ from fnaccel.strategies.pipeline.caches import cache_of, lasting
 from fnaccel.strategies.pipeline.halves import backward_of_inputs
 from fnaccel.strategies.pipeline.messages import Header, Links, signature, unpack
 from fnaccel.strategies.pipeline.passes import Known, Pass, StagedModel, StageEnds
-from fnaccel.strategies.pipeline.schedules import READY, Schedule, Table, check_places, check_same, timed
+from fnaccel.strategies.pipeline.schedules import READY, Table, check_places, check_same, schedule_of, timed
 from fnaccel.strategies.pipeline.unknown import check_known
 
 Run = Callable[..., Any]
@@ -66,10 +66,12 @@ class Executor:
         inner: `run(fn, *args)` of the engine of the other axes.
         axis: the ranks along the axis of stages.
         homes: by stage, its rank.
-        schedule: by number of micro-batches.
         name: of the schedule.
         links: to other ranks.
         abandon: tells ranks that may wait in the call of this one that an error has ended it.
+
+    Attributes:
+        links: to other ranks.
     """
 
     def __init__(
@@ -79,19 +81,17 @@ class Executor:
         inner: Run,
         axis: MeshAxis,
         homes: tuple[int, ...],
-        schedule: Schedule,
         name: str,
         links: Links,
         abandon: Callable[[Exception], None],
     ) -> None:
+        self.links = links
         self._abandon = abandon
-        self._staged, self._inner, self._links = staged, inner, links
-        self._axis = axis
-        self._ranks, self._homes, self._stages = axis.size, homes, len(homes)
-        self._rank = axis.rank
+        self._staged, self._inner, self._axis = staged, inner, axis
+        self._homes, self._stages = homes, len(homes)
         self._own = [stage for stage, home in enumerate(homes) if home == axis.rank]
         self._weights = [p for p in model.parameters() if p.requires_grad and p.numel()]
-        self._schedule, self._name = schedule, name
+        self._name = name
         self._tables: dict[int, Table] = {}
         self._at: tuple[int, int] | None = None  # the stage and the micro-batch of the action under way
         self._in_halves = False  # whether its backward is that of the inputs alone
@@ -108,8 +108,8 @@ class Executor:
         sync: Callable[[bool], AbstractContextManager[Any]],
     ) -> None:
         """Run the actions of this rank for n micro-batches. `sync(True)` is around its last backward."""
-        self._links.check()
-        actions = self.table(n)[self._rank]
+        self.links.check()
+        actions = self.table(n)[self._axis.rank]
         last = max((place for place, (kind, *_) in enumerate(actions) if kind != "F"), default=-1)
         results: dict[tuple[int, int], Any] = {}
         self._open.clear()
@@ -132,7 +132,7 @@ class Executor:
         finally:
             self._at = None
         note("waits for other stages")
-        self._links.settle()
+        self.links.settle()
 
     def table(self, n: int) -> Table:
         """The schedule of n micro-batches, which is checked before its first use.
@@ -141,8 +141,8 @@ class Executor:
             ArgumentError: it can't run, or ranks have different ones.
         """
         if n not in self._tables:
-            table = self._schedule(self._ranks, self._stages // self._ranks, n)
-            if self._schedule not in READY.values():  # a function of the user's may read the rank
+            table = schedule_of(self._name)(self._axis.size, self._stages // self._axis.size, n)
+            if self._name not in READY:  # a function of the user's may read the rank
                 check_same(gather_objects(table, over=self._axis), self._name)
             timed(table, self._stages, n, self._name)
             check_places(table, self._homes, self._name)
@@ -202,7 +202,7 @@ class Executor:
             outputs, grads = [total], [torch.ones_like(total)]
         else:
             note(f"waits for stage {stage + 1}")
-            grads = self._links.receive_gradients(outputs, self._homes[stage + 1], self._tag(stage, i))
+            grads = self.links.receive_gradients(outputs, self._homes[stage + 1], self._tag(stage, i))
         note(f"runs stage {stage}")
         whole = functools.partial(torch.autograd.backward, outputs, grads)
         if not outputs:
@@ -216,7 +216,7 @@ class Executor:
         if opened.came:
             kept = opened.kept or [None] * len(opened.came)
             found = [torch.zeros_like(x) if g is None else g for x, g in zip(opened.came, kept, strict=True)]
-            self._links.send_gradients(found, self._homes[stage - 1], self._tag(stage - 1, i))
+            self.links.send_gradients(found, self._homes[stage - 1], self._tag(stage - 1, i))
             opened.came, opened.kept = (), []
 
     @staticmethod
@@ -229,13 +229,13 @@ class Executor:
         """The forward of a module that has all blocks in it. Outside of a step it runs on all stages."""
         if self._staged.running or not self._staged.hides:
             return run(*args, **kwargs)
-        self._links.check()
+        self.links.check()
         cache = cache_of(module, args, kwargs)
         shapes = signature((args, lasting(kwargs, module)))
         about = "look", shapes, self._staged.modes(), torch.is_grad_enabled()
         output, known, streams = None, Known(), self._staged.streams()
         source = self._homes[-1]
-        self._links.own = cache.cache
+        self.links.own = cache.cache
         for stage in self._own:
             done: Pass | None = None
             known = self._received(stage, 0, about, Open())
@@ -248,10 +248,10 @@ class Executor:
                 self._send(done, stage, 0, about)
         drawn = self._staged.streams().states if streams.moved() else []
         parts = output, known.cached, drawn
-        output, cached, drawn = self._links.share(parts, source, about, own=source == self._rank)
-        self._links.settle()
-        self._links.own = None
-        cache.fill(cached, self._links.device)
+        output, cached, drawn = self.links.share(parts, source, about, own=source == self._axis.rank)
+        self.links.settle()
+        self.links.own = None
+        cache.fill(cached, self.links.device)
         if drawn:
             self._staged.draw_on(drawn)
         return output
@@ -270,17 +270,17 @@ class Executor:
             return Known()
         note(f"waits for stage {stage - 1}")
         source, tag = self._homes[stage - 1], self._tag(stage - 1, i)
-        header, tensors = self._links.receive(source, tag, (about, stage))
+        header, tensors = self.links.receive(source, tag, (about, stage))
         note(f"runs stage {stage}")
         if torch.is_grad_enabled():
             tensors = _begun(header, tensors, opened)
-        return unpack(header, tensors, self._links.own)
+        return unpack(header, tensors, self.links.own)
 
     def _send(self, done: Pass, stage: int, i: int, about: Hashable) -> list[torch.Tensor]:
         """Send what the next stage needs. Returns the tensors that get a gradient from it."""
         known = self._staged.sends(done)
         to, tag = self._homes[stage + 1], self._tag(stage, i)
-        tensors = self._links.send(known, to, tag, (about, stage + 1))
+        tensors = self.links.send(known, to, tag, (about, stage + 1))
         return [tensor for tensor in tensors if tensor.requires_grad]
 
     def _tag(self, stage: int, i: int) -> int:

@@ -14,14 +14,14 @@ from torch import nn
 from fnaccel import _torch, tree
 from fnaccel.collectives import gather_objects
 from fnaccel.extend import ArgumentError, CapabilityError, Mesh
-from fnaccel.strategies.pipeline.building import buffers_outside, links_over, without_rows
+from fnaccel.strategies.pipeline.building import Parts, on_stages, without_rows
 from fnaccel.strategies.pipeline.caches import CacheElsewhere, is_cache
 from fnaccel.strategies.pipeline.executor import Executor, Run
-from fnaccel.strategies.pipeline.messages import Links, signature
+from fnaccel.strategies.pipeline.messages import signature
 from fnaccel.strategies.pipeline.owned import AXIS
 from fnaccel.strategies.pipeline.passes import StagedModel
 from fnaccel.strategies.pipeline.record import Pipeline
-from fnaccel.strategies.pipeline.schedules import gpipe
+from fnaccel.strategies.pipeline.split import join
 from fnaccel.strategies.pipeline.unknown import check_known
 
 _WHERE = "a model of fa.big.pipeline"
@@ -39,21 +39,18 @@ def run_on_stages(model: nn.Module, axis: Pipeline, mesh: Mesh, chunks: int | No
         outputs: `"all"` or `"last"`: the ranks that get outputs.
     """
     along, device = mesh[AXIS], mesh.world.device
-    split = axis.split_of(model, along.size)
-    elsewhere: list[tuple[nn.Module, str, str, torch.Size, torch.dtype]] = []
+    parts = Parts(axis.split_of(model, along.size))
     for path, module in model.named_modules():
         for attribute, param in _torch.parameters_of(module).items():
-            name = f"{path}.{attribute}" if path else attribute
-            if param is not None and param.dim() and split.home(name) != along.rank:
-                elsewhere.append((module, attribute, name, param.shape, param.dtype))
+            name = join(path, attribute)
+            if param is not None and param.dim() and parts.split.home(name) != along.rank:
+                parts.elsewhere.append((module, attribute, name, param.shape, param.dtype))
                 _torch.parameters_of(module)[attribute] = without_rows(param, "cpu")
     model.to(device)
-    staged = StagedModel(model, split, elsewhere, buffers_outside(model, split), True, device)
-    staged.lends = False
-    links = links_over(mesh)
     inner: Run = lambda fn, *args: fn(model, *args)  # noqa: E731
-    executor = Executor(model, staged, inner, along, split.homes, gpipe, "gpipe", links, mesh.world.abandon)
-    calls = _Calls(model.forward, staged, executor, links, mesh, chunks or along.size, outputs == "all")
+    staged, executor = on_stages(model, parts, inner, mesh, "gpipe", draws=True)
+    staged.lends = False
+    calls = _Calls(model.forward, staged, executor, mesh, chunks or along.size, outputs == "all")
     model.forward = functools.update_wrapper(functools.partial(calls.forward), model.forward)
     if callable(generate := getattr(model, "generate", None)):
         model.__dict__["generate"] = functools.partial(calls.generate, generate)
@@ -69,7 +66,7 @@ class _Calls:
 
     Attributes:
         run: the model's forward on the stage of this rank.
-        staged, executor, links, mesh: what runs it.
+        staged, executor, mesh: what runs it.
         chunks: into how many parts rows are cut.
         everywhere: whether all ranks get outputs, or that of the last stage alone.
     """
@@ -77,7 +74,6 @@ class _Calls:
     run: Run
     staged: StagedModel
     executor: Executor
-    links: Links
     mesh: Mesh
     chunks: int
     everywhere: bool
@@ -109,7 +105,9 @@ class _Calls:
             self.mesh.world.abandon(error)
             raise
         shapes = "chunks", signature(inputs), self.staged.modes()
-        shared = self.links.share(output if self.everywhere else None, along.size - 1, shapes, own=last)
+        shared = self.executor.links.share(
+            output if self.everywhere else None, along.size - 1, shapes, own=last
+        )
         return shared if self.everywhere else output
 
     @torch.no_grad()
@@ -135,7 +133,7 @@ class _Calls:
                     where=_WHERE,
                     fix="give all ranks of a pipeline the same rows",
                 )
-        return tree.map_tensors(lambda x: x.to(self.links.device), inputs)
+        return tree.map_tensors(lambda x: x.to(self.executor.links.device), inputs)
 
 
 def _cut(inputs: _Inputs, chunks: int) -> tuple[list[_Inputs], list[int]]:

@@ -125,18 +125,19 @@ class Links:
 
     def __init__(self, forward: dist.ProcessGroup, backward: dist.ProcessGroup, device: torch.device) -> None:
         self._forward, self._backward = forward, backward
+        self._pretends = dist.get_backend(forward) == "fake"
         self.device = device
         self.own: object = None
         self._sent: dict[Hashable, Header] = {}
         self._rank = forward.rank()
-        self._own: dict[tuple[int, bool], Any] = {}  # messages between two stages of this rank
+        self._local: dict[tuple[int, bool], Any] = {}  # messages between two stages of this rank
         self._received: dict[Hashable, Header] = {}
         self._shared: dict[Hashable, Header] = {}
         self._under_way: dict[tuple[int, bool], list[tuple[Any, torch.Tensor]]] = {}
 
     def check(self) -> None:
         """Raise CapabilityError in a simulated world, where nobody answers."""
-        if dist.get_backend(self._forward) == "fake":
+        if self._pretends:
             raise CapabilityError(
                 "a simulated rank gets no activations from other stages",
                 where="a forward of a pipeline under fa.simulate()",
@@ -157,7 +158,7 @@ class Links:
         """
         header, tensors = pack(value, self.own)
         if to == self._rank:
-            self._own[tag, False] = header, [tensor.detach() for tensor in tensors]
+            self._local[tag, False] = header, [tensor.detach() for tensor in tensors]
             return tensors
         if key not in self._sent:
             self._sent[key] = header
@@ -178,7 +179,7 @@ class Links:
     def receive(self, source: int, tag: int, key: Hashable) -> tuple[Header, list[torch.Tensor]]:
         """Wait for an object: its header, and its tensors without a graph."""
         if source == self._rank:
-            return self._own.pop((tag, False))
+            return self._local.pop((tag, False))
         if key not in self._received:
             length = torch.empty(1, dtype=torch.int64, device=self.device)
             dist.recv(length, group=self._forward, group_src=source, tag=tag)
@@ -194,7 +195,7 @@ class Links:
     def send_gradients(self, grads: Sequence[torch.Tensor], to: int, tag: int) -> None:
         """Send the gradients of the tensors of a message back."""
         if to == self._rank:
-            self._own[tag, True] = list(grads)
+            self._local[tag, True] = list(grads)
             return
         for grad in grads:
             self._begin(grad.contiguous(), to, tag, back=True)
@@ -202,7 +203,7 @@ class Links:
     def receive_gradients(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> list[torch.Tensor]:
         """Wait for the gradients of the tensors of a message that take one. Lets go of that message."""
         if source == self._rank:
-            return self._own.pop((tag, True), [])
+            return self._local.pop((tag, True), [])
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
         for grad in grads:
             dist.recv(grad, group=self._backward, group_src=source, tag=tag)

@@ -87,7 +87,6 @@ class Pipeline(Axis):
                 where=where,
                 fix="give one module; or another strategy",
             )
-
         if any(getattr(axis, "init", "") == "rank0" for axis in spec.strategy.axes):
             raise CapabilityError(
                 "init='rank0' sends the values of a whole model from one rank to all, and stages have others",

@@ -100,6 +100,11 @@ class Split:
         return any(element.has(name) for element in self.elements)
 
 
+def join(path: str, name: str) -> str:
+    """The name in a model of a parameter or a buffer of the module at a path."""
+    return f"{path}.{name}" if path else name
+
+
 def split_model(model: nn.Module, asked: Any, weights: Mapping[str, float], homes: tuple[int, ...]) -> Split:
     """Cut a model into stages.
 
@@ -329,7 +334,7 @@ def _stages_of_names(
     After the last element of a group it is the stage of that, and after all elements the last stage.
     """
     names = [
-        f"{path}.{name}" if path else name
+        join(path, name)
         for path, module in model.named_modules(remove_duplicate=False)
         for kind in (_torch.parameters_of(module), _torch.buffers_of(module))
         for name in kind
