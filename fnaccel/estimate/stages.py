@@ -16,6 +16,7 @@ from torch import nn
 
 from fnaccel.estimate.account import ACTIVATIONS, GRADIENTS, Account, Peak
 from fnaccel.estimate.work import Work
+from fnaccel.extend import Built
 from fnaccel.models import _torch
 
 
@@ -44,12 +45,14 @@ class _Ended(BaseException):
 
 @attrs.define(eq=False)
 class OneStage:
-    """A stage, by the modules in which it begins and ends, and what its trace finds.
+    """A stage that is traced alone, and what the trace finds.
 
     Attributes:
-        begin_at: its first block, None for the first stage.
-        end_at: its last block, or the module around it that ends there. None for the last stage.
-        halves: how its backward runs in two parts, or None.
+        axis: the pipeline.
+        number: of the stage.
+        home: its rank along the axis.
+        copies: bytes of weights there that another rank owns.
+        others: names of parameters that are not there.
         static: bytes by kind that live for all of a step.
         kept: bytes that wait for the backward of a micro-batch.
         half: bytes that wait for the gradients of weights, after those of inputs.
@@ -59,9 +62,11 @@ class OneStage:
         rows: by micro-batch, their number as a share of those of the traced one.
     """
 
-    begin_at: nn.Module | None
-    end_at: nn.Module | None
-    halves: Callable[..., Callable[[], None]] | None = None
+    axis: Schedules
+    number: int
+    home: int = attrs.field(init=False)
+    copies: int = attrs.field(init=False)
+    others: list[str] = attrs.field(init=False)
     static: Mapping[str, int] = attrs.field(factory=dict[str, int], init=False)
     kept: int = attrs.field(default=0, init=False)
     half: int = attrs.field(default=0, init=False)
@@ -69,6 +74,8 @@ class OneStage:
     sent: int = attrs.field(default=0, init=False)
     peaks: dict[tuple[str, bool], Peak] = attrs.field(factory=dict[tuple[str, bool], Peak], init=False)
     rows: Sequence[float] = attrs.field(default=(), init=False)
+    _begin: nn.Module = attrs.field(init=False)
+    _end: nn.Module | None = attrs.field(init=False)
     _account: Account = attrs.field(init=False)
     _outside: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack, init=False)
     _later: bool = attrs.field(default=False, init=False)
@@ -77,13 +84,23 @@ class OneStage:
     _came: list[torch.Tensor] = attrs.field(factory=list[torch.Tensor], init=False)
     _left: list[torch.Tensor] = attrs.field(factory=list[torch.Tensor], init=False)
 
+    def find(self, built: Built, size: int) -> None:
+        """Look for the stage in a model on `size` ranks."""
+        split, named = self.axis.split_of(built.model, size), dict(built.named("parameters"))
+        self._begin = next(each.module for each in split.elements if each.stage == self.number)
+        end = split.end(self.number)
+        self._end = None if end is None else end.module
+        self.home = split.homes[self.number]
+        self.copies = sum(named[name].nbytes for name, users in split.users.items() if self.home in users[1:])
+        self.others = [name for name, users in split.users.items() if self.home not in users]
+
     def watch(self, account: Account) -> None:
         """Put hooks on the modules."""
         self._account, self.static = account, account.moment().kinds
-        if self.begin_at is not None:
-            self.begin_at.register_forward_pre_hook(self._begins, with_kwargs=True, prepend=True)
-        if self.end_at is not None:
-            self.end_at.register_forward_hook(self._ends)
+        if self.number:
+            self._begin.register_forward_pre_hook(self._begins, with_kwargs=True, prepend=True)
+        if self._end is not None:
+            self._end.register_forward_hook(self._ends)
 
     def run(self, forward: Callable[[], torch.Tensor], weights: Sequence[nn.Parameter]) -> None:
         """A micro-batch."""
@@ -93,7 +110,7 @@ class OneStage:
         account.hold(0)
         self._before, self._work = account.live, account.work.copy()
         with self._outside:
-            if self.begin_at is not None:
+            if self.number:
                 self._outside.enter_context(torch.no_grad())
             try:
                 outputs = [forward()]
@@ -103,10 +120,11 @@ class OneStage:
         account.phase = "backward"
         account.hold(0)
         grads = [torch.ones_like(output) for output in outputs]
-        if self.halves is None or not self._came:
+        halves = self.axis.halves()
+        if halves is None or not self._came:
             torch.autograd.backward(outputs, grads)
         else:
-            rest = self.halves(outputs, grads, self._came.pop(), weights)
+            rest = halves(outputs, grads, self._came.pop(), weights)
             outputs.clear()
             grads.clear()
             self.half = account.live - self._before

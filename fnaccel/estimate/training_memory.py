@@ -234,46 +234,18 @@ def _alike(one: TrainingEstimate, other: TrainingEstimate) -> bool:
 
 
 def _built_and_traced(
-    chosen: Chosen, planned_step: Planned, simulated: Spec, batch: Tree, most: int, part: _Part | None = None
+    chosen: Chosen,
+    planned_step: Planned,
+    simulated: Spec,
+    batch: Tree,
+    most: int,
+    stage: OneStage | None = None,
 ) -> TrainingEstimate:
     built = construct(chosen.model, 0, empty=True)
     try:
-        return _of(built, chosen.strategy, planned_step, simulated, batch, most, part)
+        return _of(built, chosen.strategy, planned_step, simulated, batch, most, stage)
     finally:
         release(built)
-
-
-@attrs.define(eq=False)
-class _Part:
-    """A stage that is traced alone.
-
-    Attributes:
-        axis: the pipeline.
-        number: of the stage.
-        traced: what the trace finds.
-        home: its rank along the axis.
-        copies: bytes of weights there that another rank owns.
-        others: names of parameters that are not there.
-    """
-
-    axis: Schedules
-    number: int
-    traced: OneStage = attrs.field(init=False)
-    home: int = attrs.field(init=False)
-    copies: int = attrs.field(init=False)
-    others: list[str] = attrs.field(init=False)
-
-    def find(self, built: Built, size: int) -> None:
-        """Look for the stage in a model."""
-        split, named = self.axis.split_of(built.model, size), dict(built.named("parameters"))
-        begin = next(each.module for each in split.elements if each.stage == self.number)
-        end = split.end(self.number)
-        self.traced = OneStage(
-            begin if self.number else None, None if end is None else end.module, self.axis.halves()
-        )
-        self.home = split.homes[self.number]
-        self.copies = sum(named[name].nbytes for name, users in split.users.items() if self.home in users[1:])
-        self.others = [name for name, users in split.users.items() if self.home not in users]
 
 
 def _of_stages(
@@ -300,8 +272,8 @@ def _of_stages(
     for number in numbers:  # what a rank holds for all of a step depends on all of its stages
         key = kinds[number], tuple(kinds[each] for each in on_rank[split.homes[number]])
         if key not in known:
-            part = _Part(axis, number)
-            known[key] = _built_and_traced(chosen, planned_step, simulated, batch, 0, part), part.traced
+            stage = OneStage(axis, number)
+            known[key] = _built_and_traced(chosen, planned_step, simulated, batch, 0, stage), stage
         traced.append(known[key])
     lowered, sharded = planned_step.lowered(None), any(isinstance(x, Fsdp) for x in chosen.strategy.axes)
     stages = [stage for _, stage in traced]
@@ -365,7 +337,7 @@ def _of(
     simulated: Spec,
     batch: Tree,
     most: int,
-    part: _Part | None,
+    stage: OneStage | None,
 ) -> TrainingEstimate:
     spec, lowered = planned_step.spec, planned_step.lowered(None)
     degrees = spec.mesh.degrees
@@ -381,15 +353,15 @@ def _of(
             _torch.cast_floats(module, lowered.settings.precision.param)
     layout = planned_step.plan.layout.replace(" (cpu)", "")
     fsdp = next((axis for axis in strategy.axes if isinstance(axis, Fsdp)), None)
-    if part is not None:
-        part.find(built, degrees[part.axis.mesh_axis])
-        fsdp = None if fsdp is None else attrs.evolve(fsdp, ignore=(*fsdp.ignore, *part.others))
-    home = None if part is None else part.home
+    if stage is not None:
+        stage.find(built, degrees[stage.axis.mesh_axis])
+        fsdp = None if fsdp is None else attrs.evolve(fsdp, ignore=(*fsdp.ignore, *stage.others))
+    home = None if stage is None else stage.home
     sizes = footprint_of(built, strategy, degrees, spec.optimizers, layout, home=home)
-    averaged = fsdp is None and part is None and spec.mesh.gradient_size > 1
+    averaged = fsdp is None and stage is None and spec.mesh.gradient_size > 1
     account = Account() if fsdp is None else Account(_axis_of(simulated.mesh))
     _hold(account, built, sizes, lowered, batch)
-    account.hold(0 if part is None else part.copies, "parameters")
+    account.hold(0 if stage is None else stage.copies, "parameters")
     account.hold(sizes.gradients if averaged else 0, GRADIENTS)
     hooks = apply_axes(built, simulated, lowered.modules)
     inside: dict[str | None, list[str]] = {key: [] for key in built.modules}
@@ -400,11 +372,11 @@ def _of(
             hook.on_module(module, f"transform {name}")
     plan = TracePlan(
         built=built, lowered=lowered, batch=batch, spec=simulated, fsdp=fsdp, averaged=averaged,
-        inside=inside, most=most, stage=None if part is None else part.traced,
+        inside=inside, most=most, stage=stage,
     )  # fmt: skip
     left_out = trace(plan, account)
     phases = {phase: peak.total for phase, peak in account.highest.items() if phase}
-    if part is None:
+    if stage is None:
         _send_by_step(account.work, sizes, lowered, sharded=fsdp is not None)
     return TrainingEstimate(
         footprint=sizes,
