@@ -51,9 +51,24 @@ def run_on_stages(model: nn.Module, axis: Pipeline, mesh: Mesh, chunks: int | No
     staged, executor = on_stages(model, parts, inner, mesh, "gpipe", draws=True)
     staged.lends = False
     calls = _Calls(model.forward, staged, executor, mesh, chunks or along.size, outputs == "all")
-    model.forward = functools.update_wrapper(functools.partial(calls.forward), model.forward)
+    model.forward = functools.update_wrapper(_named("model(...)", calls.forward, mesh), model.forward)
     if callable(generate := getattr(model, "generate", None)):
-        model.__dict__["generate"] = functools.partial(calls.generate, generate)
+        run = functools.partial(calls.generate, generate)
+        model.__dict__["generate"] = _named("model.generate(...)", run, mesh)
+
+
+def _named(name: str, fn: Run, mesh: Mesh) -> Run:
+    """A call of all ranks, so that ranks that wait in it learn that another one has left it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            mesh.world.abandon(error)
+            raise
+
+    calls = mesh.world.calls
+    return run if calls is None else calls.wrap(f"{name} of fa.big.pipeline", run)
 
 
 def _no_backward(i: int, result: Any, stage: int) -> None:
@@ -97,13 +112,11 @@ class _Calls:
             results.append(output)
             return None, False
 
-        try:
-            with self.staged.hiding():
-                self.executor.drive(len(parts), run_chunk, _no_backward, contextlib.nullcontext)
-            output = _joined(results, sizes) if last else None
-        except Exception as error:  # other ranks may wait for this one
-            self.mesh.world.abandon(error)
-            raise
+        with self.staged.hiding():
+            self.executor.drive(len(parts), run_chunk, _no_backward, contextlib.nullcontext)
+        output, problem = _joined(results, sizes) if last else (None, None)
+        for found in filter(None, gather_objects(problem, over=along)):
+            raise found
         shapes = "chunks", signature(inputs), self.staged.modes()
         shared = self.executor.links.share(
             output if self.everywhere else None, along.size - 1, shapes, own=last
@@ -152,12 +165,8 @@ def _cut(inputs: _Inputs, chunks: int) -> tuple[list[_Inputs], list[int]]:
     return [part(i) for i in range(len(sizes))], sizes
 
 
-def _joined(results: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The outputs of chunks as one.
-
-    Raises:
-        CapabilityError: an output has not the rows of its chunk.
-    """
+def _joined(results: Sequence[Any], sizes: Sequence[int]) -> tuple[Any, CapabilityError | None]:
+    """The outputs of chunks as one, or an error for all ranks: an output has not the rows of its chunk."""
 
     def join(path: str, *leaves: Any) -> Any:
         if is_cache(leaves[0]):
@@ -174,4 +183,7 @@ def _joined(results: Sequence[Any], sizes: Sequence[int]) -> Any:
         )
 
     tree.learn(results)
-    return tree.map_with_path(join, *results)
+    try:
+        return tree.map_with_path(join, *results), None
+    except CapabilityError as error:
+        return None, error

@@ -214,6 +214,39 @@ def test_a_mistake_raises_by_name(pools, place):
         pools.run(2, wrong, place)
 
 
+def goes_on():
+    model = built(zoo.bert, chunks=2)
+    with pytest.raises(Error, match="leave the argument out"):
+        model(**zoo.rows_of(0, 0, False))
+    rows = {name: value for name, value in zoo.rows_of(0, 0, False).items() if name != "labels"}
+    return model(**rows).logits
+
+
+def test_after_an_output_that_can_not_be_joined_a_model_runs(pools):
+    first, second = pools.run(2, goes_on)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+
+
+def a_token_that_is_none(chunks):
+    model, rank = built(models.deep_gpt, chunks=chunks), fa.world.world.current().rank
+    rows = tokens(4)
+    rows[3, 1] = 10**6
+    try:
+        model(rows)
+    except (IndexError, fa.errors.PeerLostError) as error:
+        return rank, type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_ranks_learn_of_an_error_that_is_caught(pools, chunks):
+    first, second = pools.run(2, a_token_that_is_none, chunks)
+    assert first[:2] == (0, "IndexError")
+    assert second[:2] == (1, "PeerLostError")
+    assert "model(...) of fa.big.pipeline" in second[2]
+    assert "rank 0, which raised IndexError in it" in second[2]
+
+
 def test_without_a_world_it_raises():
     with pytest.raises(fa.errors.NoWorldError):
         fa.big.pipeline(models.deep_gpt())
