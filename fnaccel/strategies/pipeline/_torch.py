@@ -50,7 +50,7 @@ def base_of(value: object) -> torch.Tensor | None:
 def listeners_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
     """Those of some modules, by path, that have a forward hook which is at work."""
     for path, module in modules:
-        if any(_listens(hook) for hook in module._forward_hooks.values()):
+        if module._forward_hooks and any(map(_listens, module._forward_hooks.values())):
             yield path, module
 
 

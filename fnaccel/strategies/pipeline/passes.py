@@ -28,6 +28,7 @@ _STORED = (torch.Tensor, int, float)
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has. What a forward stores is another one."""
 Stored = tuple[str, str, type, torch.Tensor]
+_Slot = tuple[tuple[str, str], dict[str, Any]]
 
 
 class StageEnds(BaseException):
@@ -110,7 +111,8 @@ class StagedModel:
         self._model, self._split = model, split
         self._modules = list(model.modules())
         self._inside = {each.path: tuple(each.module.named_modules()) for each in split.elements}
-        self._elsewhere = elsewhere
+        self._attributes: dict[str, tuple[int, list[_Slot]]] = {}
+        self._hidden = [(_torch.parameters_of(module), attribute) for module, attribute, *_ in elsewhere]
         self._buffers = buffers
         self._draws = draws
         self._device = device
@@ -163,8 +165,8 @@ class StagedModel:
         own: list[tuple[dict[str, Any], str, Any]] = []
         self.hides = True
         try:
-            for (module, attribute, *_), value in zip(self._elsewhere, self._unknown_values, strict=True):
-                held: dict[str, Any] = _torch.parameters_of(module)
+            held: dict[str, Any]
+            for (held, attribute), value in zip(self._hidden, self._unknown_values, strict=True):
                 own.append((held, attribute, held[attribute]))
                 held[attribute] = value
             yield
@@ -305,7 +307,7 @@ class StagedModel:
 
     def _draw_on(self, element: Element, now: Pass) -> None:
         """Go on with the random numbers where another stage ended an element, or the last one of a group."""
-        if now.streams is None:
+        if now.streams is None or not now.known.draws:
             return
         inside = [each.path for each in reversed(self._split.elements) if element.has(each.path)]
         drew = next((path for path in (element.path, *inside) if path in now.known.draws), None)
@@ -316,7 +318,7 @@ class StagedModel:
     def _filled(self, path: str, output: Any) -> Any:
         """An output with a tensor of NaN where the activation stood."""
         if isinstance(output, Omitted):
-            return self._unknown(f"the output of {path}", output.shape, output.dtype).clone()
+            return self._unknown(f"the output of {path}", output.shape, output.dtype, apart=True)
         if isinstance(output, tuple | list):
             filled = [self._filled(path, value) if isinstance(value, Omitted) else value for value in output]
             return filled if isinstance(output, list) else tuple(filled)
@@ -324,22 +326,35 @@ class StagedModel:
             return {key: self._filled(path, v) if isinstance(v, Omitted) else v for key, v in output.items()}
         return output
 
-    def _unknown(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """NaN in the place of values of another stage. A gradient that reaches it raises by name."""
-        if not (dtype.is_floating_point or dtype.is_complex):
-            return Unknown.of(torch.zeros((), dtype=dtype, device=self._device).expand(shape), name)
-        value = torch.full((), float("nan"), dtype=dtype, device=self._device, requires_grad=True)
-        value.register_hook(functools.partial(_refuse, name))
-        return Unknown.of(value.expand(shape), name)
+    def _unknown(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, *, apart: bool = False
+    ) -> torch.Tensor:
+        """NaN in the place of values of another stage. A gradient that reaches it raises by name.
+
+        Elements that lie `apart` can be written to. Else all of them are one in memory.
+        """
+        if dtype.is_floating_point or dtype.is_complex:
+            value = torch.full((), float("nan"), dtype=dtype, device=self._device, requires_grad=True)
+            value.register_hook(functools.partial(_refuse, name))
+        else:
+            value = torch.zeros((), dtype=dtype, device=self._device)
+        value = value.expand(shape)
+        return Unknown.of(value.clone() if apart else value, name)
 
     def _values_stored(self, element: Element) -> dict[tuple[str, str], Any]:
         """Tensors and numbers that modules have as plain attributes, by path and name."""
-        return {
-            (path, attribute): value
+        count = sum(len(vars(module)) for _, module in self._inside[element.path])
+        known, slots = self._attributes.get(element.path, (-1, []))
+        if known == count:
+            with contextlib.suppress(KeyError):  # one attribute in the place of another
+                return {slot: value for slot, held in slots if isinstance(value := held[slot[1]], _STORED)}
+        slots = [
+            ((path, attribute), vars(module))
             for path, module in self._inside[element.path]
             for attribute in vars(module).keys() - _OF_MODULES
-            if isinstance(value := vars(module)[attribute], _STORED)
-        }
+        ]
+        self._attributes[element.path] = count, slots
+        return {slot: value for slot, held in slots if isinstance(value := held[slot[1]], _STORED)}
 
     def _newly_stored(self, element: Element, before: dict[tuple[str, str], Any]) -> list[Stored]:
         """What forwards of an element store on modules, such as the auxiliary loss of a router.
