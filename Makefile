@@ -148,6 +148,7 @@ bench: .venv/.bench .venv-jax/.jax  ## side-by-side benchmarks, then every table
 	$(BIN)/python benchmarks/seeing.py
 	$(BIN)/python benchmarks/starting.py
 	$(BIN)/python benchmarks/optimizer_parts.py
+	$(BIN)/python benchmarks/head.py
 	$(BIN)/python benchmarks/pure.py
 	$(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/load.py

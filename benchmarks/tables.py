@@ -340,4 +340,5 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "optimizer_parts": _full("optimizer_parts", ""),
     "gradients": _full("gradients", ""),
     "pure": _full("pure", ""),
+    "head": _full("head", ""),
 }

@@ -21,11 +21,11 @@ GROUPS = {
         "program.compile_meter.Compilation", "fit_batch_size", "progress",
     ],
     "Preemption": ["preemption", "loop.preemption.Notice", "errors.Preempted"],
-    "Losses": ["Mean", "Sum", "Max", "Min", "Concat", "LossInfo"],
+    "Losses": ["Mean", "Sum", "Max", "Min", "Concat", "LossInfo", "losses.linear_cross_entropy", "losses.log_probabilities"],
     "Random numbers by key": ["random", "random.Key", "random.key", "random.uniform", "random.normal", "random.bernoulli", "random.dropout"],
     "Transforms": [
         "chain", "with_precision", "transforms.Precision", "transforms.Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite", "transforms.on_spike", "transforms.momentum_teacher", "transforms.sync_batch_norm",
-        "with_ema", "remat", "transforms.attention", "compile",
+        "with_ema", "remat", "transforms.attention", "transforms.chunked_head", "compile",
     ],
     "Parameters and gradients as values": ["params", "call", "value_and_grad", "perturb", "with_gradient", "per_example", "row_norms", "epsilon", "pure", "program.pure.PureUpdate", "recomputed"],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "pipeline", "local_sgd", "diloco", "deepspeed", "xla", "world.mesh.Mesh", "layout", "program.parameter_layout.LayoutTable", "program.parameter_layout.ArrayBlocks", "program.parameter_layout.Summary"],

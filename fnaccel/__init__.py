@@ -31,7 +31,7 @@ Running
     progress print_in_order tracked profile layout
 
 Namespaces
-    big checkpoint collectives config data errors estimate extend interchange
+    big checkpoint collectives config data errors estimate extend interchange losses
     optim random seeing state strategies testing track transforms tree
 """
 
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from fnaccel import estimate as estimate
     from fnaccel import extend as extend
     from fnaccel import interchange as interchange
+    from fnaccel import losses as losses
     from fnaccel import optim as optim
     from fnaccel import random as random
     from fnaccel import seeing as seeing
@@ -188,8 +189,8 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.world.simulation": "simulate",
             "fnaccel.world.world": "World start",
         },
-        namespaces="big checkpoint collectives config data errors estimate extend interchange optim random "
-        "seeing state strategies testing track transforms tree",
+        namespaces="big checkpoint collectives config data errors estimate extend interchange losses optim "
+        "random seeing state strategies testing track transforms tree",
         hints="schedules",
     )
 

@@ -182,7 +182,11 @@ class Totals:
         """Start the all-reduce of all totals, once. Nothing to do on a single rank."""
         if self._group is None or self._sent is not None:
             return
-        self._agree(self._group)
+        own = structure(self._aux, self.weighted)
+        if self._stages == 1:
+            self._agreement.check(own, self._group, self.rows)
+        else:
+            self._agree_on_stages(own, self._group)
         weight = self.weight if self._known is None else 0.0
         if self._known is None and self._apart is not None:
             self._weigh_replica(weight)
@@ -192,12 +196,9 @@ class Totals:
             refuse()
         self._sent = vector, dist.all_reduce(vector, group=self._group, async_op=True)
 
-    def _agree(self, group: dist.ProcessGroup) -> None:
+    def _agree_on_stages(self, own: Any, group: dist.ProcessGroup) -> None:
         """Compare the structure of the loss with that of other ranks. A rank without a loss takes theirs."""
-        own = structure(self._aux, self.weighted)
-        if self._stages == 1:
-            self._agreement.check(own, group, self.rows)
-        elif self.rows:
+        if self.rows:
             self._agreement.check(own, group, self.rows, (self._aux.emptied(), self._dtype))
         else:
             self._agreement.check(None, group)

@@ -23,6 +23,7 @@ from fnaccel.transforms.spikes import on_spike as on_spike
 from fnaccel.transforms.weighting import with_weight as with_weight
 
 if TYPE_CHECKING:
+    from fnaccel.losses.chunked_head import chunked_head as chunked_head
     from fnaccel.transforms.float8.record import Float8 as Float8
     from fnaccel.transforms.float8.record import float8_layers as float8_layers
     from fnaccel.transforms.teachers import momentum_teacher as momentum_teacher
@@ -30,6 +31,7 @@ else:  # a copy of fnaccel may lack it
     __getattr__, __dir__, __all__ = _lazy.attach(
         __name__,
         {
+            "fnaccel.losses.chunked_head": "chunked_head",
             "fnaccel.transforms.float8.record": "Float8 float8_layers",
             "fnaccel.transforms.teachers": "momentum_teacher",
         },

@@ -48,6 +48,10 @@ ROWS = {
         "update by LAMB, 41 tensors, 187,000 values": (PLAIN,),
         "update by AdamW's rule, 41 tensors, 187,000 values": ("the fused kernel",),
     },
+    "head": {
+        f"loss of 64 rows and its backward, vocabulary 100, width 8: {what}": ("F.cross_entropy", "F.linear_cross_entropy, 128 rows")
+        for what in ("time", "memory")
+    },
     "gradients": {
         "DP-SGD, MLP, 32 rows": ("Opacus", "a plain step"),
         "DP-SGD compiled, MLP, 32 rows": ("Opacus", "a plain step"),

@@ -18,7 +18,7 @@ ROWS = [
     "errors tree _torch _lazy texts",
     "world random",
     "step collectives",
-    "models track launch",
+    "models losses track launch",
     "state optim transforms seeing",
     "data",
     "engine",

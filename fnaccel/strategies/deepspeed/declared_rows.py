@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fnaccel.collectives.objects import gather_objects
+from fnaccel.collectives import gather_objects
 from fnaccel.data.cut import rows_of
 from fnaccel.errors import MicroBatchError
 from fnaccel.extend import MicroBatches

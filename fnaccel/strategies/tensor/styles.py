@@ -18,9 +18,10 @@ from torch import nn
 
 from fnaccel.errors import ArgumentError, CapabilityError, nearest
 from fnaccel.extend import Cut, MeshAxis
-from fnaccel.strategies.tensor.collectives import copied, gathered, scattered, summed
+from fnaccel.losses.logits import logits_forward
+from fnaccel.strategies.tensor.collectives import all_reduce, copied, gathered, scattered, summed
 from fnaccel.strategies.tensor.region import SEQUENCE_DIM, Region
-from fnaccel.strategies.tensor.vocabulary import VocabularyLogits, embedded
+from fnaccel.strategies.tensor.vocabulary import check_within, embedded, unable
 
 STYLES = (
     "colwise", "rowwise", "colwise_gather", "packed_colwise:N", "vocab", "replicate", "replicate_partial",
@@ -254,7 +255,7 @@ def _row(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) -> Forwar
     return row
 
 
-def _gathering(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) -> Forward:  # noqa: ARG001
+def _gathering(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) -> Forward:
     out, _ = layer.features
     length = layer.length(out)
 
@@ -262,24 +263,44 @@ def _gathering(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) -> 
         _check_parts(module, out, length)
         return gathered(plain(module, copied(value, region.group)), region.group, -1, length)
 
-    return column
+    return column if isinstance(layer.module, nn.Embedding) else _head(layer, axis, region, whole=column)
 
 
-def _vocabulary(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) -> Forward:
-    dim = 0 if isinstance(layer.module, nn.Embedding) else layer.features[0]
-    length = layer.length(dim)
+def _vocabulary(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) -> Forward:  # noqa: ARG001
+    if not isinstance(layer.module, nn.Embedding):
+        return _head(layer, axis, region, refuse=unable)
+    length = layer.length(0)
     start = axis.rank * -(-length // axis.size)
 
     def embedding(module: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
-        _check_parts(module, dim, length)
+        _check_parts(module, 0, length)
         return summed(embedded(module, tokens, start), region.group)
 
-    def head(module: nn.Module, value: torch.Tensor) -> VocabularyLogits:
-        _check_parts(module, dim, length)
-        part = plain(module, copied(value, region.group))
-        return VocabularyLogits(part, length, start, region.group)
+    return embedding
 
-    return embedding if isinstance(layer.module, nn.Embedding) else head
+
+def _head(layer: Layer, axis: MeshAxis, region: Region, **options: Any) -> Forward:
+    """The forward of a layer with this rank's columns of the logits."""
+    dim, _ = layer.features
+    length = layer.length(dim)
+
+    def enter(value: torch.Tensor) -> torch.Tensor:
+        _check_parts(layer.module, dim, length)
+        return copied(value, region.group)
+
+    def all_reduced(value: torch.Tensor, operation: str) -> torch.Tensor:
+        return all_reduce(value, region.group, operation)
+
+    columns = axis.rank * -(-length // axis.size), length, all_reduced
+    forward = logits_forward(layer.module, enter, columns, transposed=dim == 1, **options)
+
+    def checked(module: nn.Module, value: torch.Tensor, *, targets: Any = None) -> Any:
+        if targets is not None:
+            counted = targets.labels != targets.ignore_index
+            check_within(targets.labels.where(counted, 0), length, "target")
+        return forward(module, value, targets=targets)
+
+    return checked
 
 
 def _check_parts(module: Any, dim: int, length: int) -> None:

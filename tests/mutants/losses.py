@@ -1,0 +1,63 @@
+"""Deliberate bugs of heads without whole logits. Each would train wrongly, or hold what it should not."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+FUNCTION = "tests/losses/test_linear_cross_entropy.py"
+HEADS = "tests/losses/test_chunked_head.py"
+CHUNKS, TARGETS, LOGITS = "losses/chunks.py", "losses/targets.py", "losses/logits.py"
+VALUES, TRANSFORMS = "values_and_two_derivatives", "transforms_of_functions"
+
+MUTANTS = [
+    Mutant(
+        "head: rows that are ignored get a gradient", CHUNKS, "scale = counted.to(wide) if factors is None",
+        "scale = torch.ones_like(counted, dtype=wide) if factors is None", (FUNCTION, "-k", f"{VALUES} and sum"),
+    ),
+    Mutant(
+        "head: the gradient of a weight is that of the last rows", CHUNKS, "grads[1].addmm_(", "grads[1].zero_().addmm_(",
+        (FUNCTION, "-k", f"{VALUES} and sum"),
+    ),
+    Mutant(
+        "head: factors of rows are left out", CHUNKS, "else counted * factors[part].to(wide)", "else counted.to(wide)",
+        (FUNCTION, "-k", f"{VALUES} and none"),
+    ),
+    Mutant(
+        "head: a z-loss has half its slope", CHUNKS, "1 + 2 * terms.z_loss", "1 + terms.z_loss", (FUNCTION, "-k", VALUES),
+    ),
+    Mutant(
+        "head: a capped logit has the slope of one that is not", CHUNKS, "slopes.mul_(bent)", "slopes", (FUNCTION, "-k", VALUES),
+    ),
+    Mutant(
+        "head: logits of all rows at a time", TARGETS, "rows = self.rows or", "rows = 10**6 or",
+        (FUNCTION, "-k", "size_of_the_logits"),
+    ),
+    Mutant(
+        "head: an outer derivative by a value that the inner one takes as given", TARGETS,
+        "if value is not None]", "if value is not None and ctx.wants[place]]", (FUNCTION, "-k", TRANSFORMS),
+    ),
+    Mutant(
+        "head: inside of vmap a gradient is that which nobody asked for", TARGETS, "if wants == ctx.had else", "if True else",
+        (FUNCTION, "-k", TRANSFORMS),
+    ),
+    Mutant(
+        "head: ranks sum up their own columns alone", CHUNKS,
+        'total, chosen, mean = columns.all_reduce(torch.stack([total, chosen, mean.expand_as(chosen)]), "sum")',
+        "mean = mean.expand_as(chosen)", (HEADS, "-k", "tied_head and vocab"),
+    ),
+    Mutant(
+        "head: a label is looked for on all ranks", CHUNKS, "own = counted & (local >= 0) & (local < logits.shape[-1])",
+        "own = counted", (HEADS, "-k", "tied_head and vocab"),
+    ),
+    Mutant(
+        "head: a soft cap is that of logits which are not scaled", LOGITS, "self._cap, self._scale * self._cap", "self._cap, 1.0",
+        (HEADS, "-k", "capped and local"),
+    ),
+    Mutant(
+        "head: logits are not scaled", LOGITS, "        targets.scale = self._scale\n", "", (HEADS, "-k", "granite"),
+    ),
+    Mutant(
+        "head: evaluation gets no logits", LOGITS, "(when is When.TRAINING and not torch.is_grad_enabled())", "False",
+        (HEADS, "-k", "without_gradients and local"),
+    ),
+]  # fmt: skip
