@@ -13,8 +13,8 @@ PrecisionName = Literal[DtypeName, "fp8"]
 Scope = Literal["auto", "block", "loss", "step"]
 """The part that `fa.compile` makes one program."""
 
-Kept = Literal["nothing", "attention", "matmuls"]
-"""The results that `fa.remat` keeps for backward."""
+Kept = Literal["nothing", "attention", "matmuls", "offload"]
+"""What `fa.remat` keeps for backward, or where."""
 
 Action = Literal["warn", "skip", "stop"]
 """The answer of `fa.transforms.on_spike` to a spike."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fnaccel import _torch
+from fnaccel import _lazy, _torch
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.models.blocks import Units, find_units
 from fnaccel.models.moving_buffers import MovingBuffers
@@ -34,7 +34,7 @@ _ATTENTION = (
     "_scaled_dot_product_fused_attention_overrideable",
 )
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", *_ATTENTION)
-_NAMES: dict[str, tuple[str, ...]] = {"nothing": (), "attention": _ATTENTION, "matmuls": _PRODUCTS}
+_NAMES: dict[str, tuple[str, ...]] = {"attention": _ATTENTION, "matmuls": _PRODUCTS}
 
 
 @functools.cache
@@ -55,6 +55,16 @@ class Remat:
         """Forward and backward of one graph share their activations."""
         return "remat needs forward and backward as two programs"
 
+    def check(self, spec: Spec) -> None:
+        """Raise CapabilityError for compiled blocks that would wait on the host."""
+        _memory(self.save)  # a copy of fnaccel may lack it
+        if self.save == "offload" and any(t.name == "compile" for t in spec.step.transforms):
+            raise CapabilityError(
+                'remat(save="offload") moves tensors between programs, and compile makes one of them',
+                where=f"strategy {spec.strategy}",
+                fix='another save, such as fa.remat(step, save="attention"); or leave fa.compile out',
+            )
+
     def on_module(self, module: nn.Module, where: str) -> None:
         """Patch `forward` in place, so that parameter names stay as they are."""
         units = find_units(module, self.units, where)
@@ -65,20 +75,31 @@ class Remat:
                 fix='name their classes: fa.remat(step, units=("Block",))',
             )
         functions: dict[Any, Any] = {}
+        keeping = _memory(self.save)
         for _, unit in units:
             forward: Any = unit.forward
             plain = getattr(forward, "__func__", None)
             if plain is None:
-                alone = _recomputing(lambda _, *a, run=forward, **k: run(*a, **k), self.save)
+                alone = _recomputing(lambda _, *a, run=forward, **k: run(*a, **k), self.save, keeping)
                 unit.forward = types.MethodType(alone, unit)
             else:  # one function for equal blocks, so that one compilation may serve them
-                shared = functions.setdefault(plain, _recomputing(plain, self.save))
+                shared = functions.setdefault(plain, _recomputing(plain, self.save, keeping))
                 unit.forward = types.MethodType(shared, unit)
 
 
-def _recomputing(forward: Callable[..., Any], save: Kept) -> Callable[..., Any]:
+Keeping = Callable[[], contextlib.AbstractContextManager[Any]]
+"""The context in which autograd keeps the inputs of a block."""
+
+
+def _memory(save: Kept) -> Keeping:
+    if save != "offload":
+        return contextlib.nullcontext
+    return _lazy.load("fnaccel.transforms.waiting.host_memory").HostMemory().keeping
+
+
+def _recomputing(forward: Callable[..., Any], save: Kept, keeping: Keeping) -> Callable[..., Any]:
     selective = None
-    if save != "nothing":
+    if save in _NAMES:
         selective = functools.partial(create_selective_checkpoint_contexts, _kept_operations(save))
 
     def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +120,8 @@ def _recomputing(forward: Callable[..., Any], save: Kept) -> Callable[..., Any]:
         run: Callable[..., Any] = functools.partial(forward, module)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             run = _twice_alike(run, module)
-        return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+        with keeping():
+            return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
     return recomputed
 
@@ -201,15 +223,19 @@ def remat(units: Units = "block", *, save: Kept = "nothing") -> Transform:
         step: a step or a loss function; or none, for `fa.chain`.
         units: `"block"`, class names, a least size, or a function: see `fnaccel.models.blocks`.
         save: the results that are kept: `"nothing"`, `"attention"` (scaled_dot_product_attention), or
-            `"matmuls"` (matrix products and convolutions as well).
+            `"matmuls"` (matrix products and convolutions as well). `"offload"` keeps the inputs of blocks
+            alone, as `"nothing"` does, and these wait in host memory. Each comes back while the block after
+            it computes. On CUDA by streams of its own and pinned memory, at most 32 GiB. Not beside
+            `fa.compile`. (CUDA: not run on hardware.)
 
     Raises:
         UnknownNameError: no such `save`.
-        CapabilityError: at `init`, if no module matches.
+        CapabilityError: at `init`, if no module matches. `"offload"` beside `fa.compile`.
 
     Example:
         >>> step = fa.remat(loss_fn)
         >>> step = fa.remat(loss_fn, save="attention")
+        >>> step = fa.remat(loss_fn, save="offload")
     """
     if save not in get_args(Kept):
         raise UnknownNameError(

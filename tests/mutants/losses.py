@@ -1,4 +1,4 @@
-"""Deliberate bugs of heads without whole logits. Each would train wrongly, or hold what it should not."""
+"""Deliberate bugs of what saves memory: heads without whole logits, activations on the host. Silent ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 FUNCTION = "tests/losses/test_linear_cross_entropy.py"
 HEADS = "tests/losses/test_chunked_head.py"
+WAITING, MEMORY = "tests/transforms/test_waiting.py", "transforms/waiting/host_memory.py"
 CHUNKS, TARGETS, LOGITS = "losses/chunks.py", "losses/targets.py", "losses/logits.py"
 VALUES, TRANSFORMS = "values_and_two_derivatives", "transforms_of_functions"
 
@@ -59,5 +60,21 @@ MUTANTS = [
     Mutant(
         "head: evaluation gets no logits", LOGITS, "(when is When.TRAINING and not torch.is_grad_enabled())", "False",
         (HEADS, "-k", "without_gradients and local"),
+    ),
+    Mutant(
+        "waiting: a tensor that changed in place is not copied again", MEMORY, "place += (_torch.version_of(tensor),)", "place += (0,)",
+        (WAITING, "-k", "changed_in_place"),
+    ),
+    Mutant(
+        "waiting: memory that is used again is taken for what was there", MEMORY, " and held() is storage", "",
+        (WAITING, "-k", "freed_memory"),
+    ),
+    Mutant(
+        "waiting: a block's input comes back when it is asked for", MEMORY, "if before is not None and", "if False and before is not None and",
+        (WAITING, "-k", "one_ahead"),
+    ),
+    Mutant(
+        "waiting: what was sent is kept for good", MEMORY, "self._known[place] = weakref.ref(storage), self._last",
+        "self._known[place] = weakref.ref(storage), lambda: waiting", (WAITING, "-k", "one_ahead"),
     ),
 ]  # fmt: skip

@@ -46,6 +46,7 @@ TENANTS = {
     "tensorboard": ["track/tensorboard.py"],
     "trackio": ["track/trackio.py"],
     "wandb": ["track/wandb.py"],
+    "waiting activations": ["transforms/waiting"],
     "xla": ["strategies/xla"],
 }  # fmt: skip
 """Files and folders of the package, by the name of what they do."""
@@ -76,6 +77,7 @@ USES = {
     "tensorboard": "fa.Tracking('tensorboard').opened('here')",
     "trackio": "fa.track.TrackioTracker",
     "wandb": "fa.track.WandbTracker",
+    "waiting activations": "train(fa.remat(loss_fn, save='offload'), 'local')",
     "xla": "fa.xla",
 }
 """A use of some of them, in Python."""

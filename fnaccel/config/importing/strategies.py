@@ -19,7 +19,8 @@ _CLASSES = f"{FSDP}.fsdp_transformer_layer_cls_to_wrap"
 _SIZE = f"{FSDP}.fsdp_min_num_params"
 _SYNC = f"{FSDP}.fsdp_sync_module_states"
 _LOADING = f"{FSDP}.fsdp_cpu_ram_efficient_loading"
-_OFFLOAD = f"{FSDP}.fsdp_activation_checkpointing_offload"
+_REMAT = f"{FSDP}.fsdp_activation_checkpointing"
+_OFFLOAD = f"{_REMAT}_offload"
 _SHAPES = {
     "FULL_SHARD": "fsdp",
     "SHARD_GRAD_OP": "fsdp(reshard_after_forward=False)",
@@ -74,7 +75,10 @@ def read_fsdp(draft: Draft) -> str:
         draft.set(_LOADING, "fsdp.init", "rank0", why)
         draft.set(_SYNC, "fsdp.init", "rank0", "rank 0 sends the values")
     if draft.truth(_OFFLOAD):
-        raise draft.wrong(_OFFLOAD, "not built yet", "torch.autograd.graph.save_on_cpu in the loss")
+        if not draft.truth(_REMAT):
+            raise draft.wrong(_OFFLOAD, "only blocks that are recomputed can", f"write {_REMAT}: true")
+        draft.fields["remat"] = "offload"
+        draft.row(_OFFLOAD, "remat: offload", "the inputs of blocks wait in host memory")
     draft.reasons(_UNSET, FSDP)
     if name == "NO_SHARD":
         return "ddp"

@@ -111,14 +111,18 @@ def test_a_file_of_its_tests_is_imported(name, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["true", "'yes'"])
-def test_offloaded_activations_are_refused_by_name(word, tmp_path):
+def test_offloaded_activations_wait_on_the_host(word, tmp_path):
     text = (
-        "distributed_type: FSDP / num_processes: 1 / fsdp_config: {fsdp_activation_checkpointing_offload: %s}"
+        "distributed_type: FSDP / num_processes: 1 / fsdp_config: {fsdp_activation_checkpointing: %s, "
+        "fsdp_activation_checkpointing_offload: %s}"
     )
-    with pytest.raises(ConfigError, match=r"_offload: .*: not built yet") as raised:
-        imported(text % word, tmp_path)
-    assert "save_on_cpu" in raised.value.fix
-    [row] = [row for row in imported(text % "false", tmp_path).rows if row.key.endswith("_offload")]
+    result = imported(text % (word, word), tmp_path)
+    assert result.recipe.remat == "offload"
+    [row] = [row for row in result.rows if row.key.endswith("_offload")]
+    assert row.became == "remat: offload"
+    with pytest.raises(ConfigError, match=r"_offload: .*: only blocks that are recomputed can"):
+        imported(text % ("false", word), tmp_path)
+    [row] = [row for row in imported(text % (word, "false"), tmp_path).rows if row.key.endswith("_offload")]
     assert row.why == "activations stay on the device"
 
 
