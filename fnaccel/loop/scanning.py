@@ -15,7 +15,7 @@ from fnaccel.errors import LoaderError, moved_arguments, require, require_counts
 from fnaccel.loop.autosave import Autosave, Saver, Steps
 from fnaccel.loop.evaluating import Evaluate, Evaluations, Work, check_shards
 from fnaccel.loop.leaving import LeftLoops
-from fnaccel.loop.measured import Measures, Watch
+from fnaccel.loop.measured import Measures, Watch, collected
 from fnaccel.loop.nonfinite import NonfiniteLoss
 from fnaccel.loop.tracked import Bar, logged
 from fnaccel.loop.tracking import Track, as_tracking, of_rank
@@ -150,6 +150,8 @@ def scan(
     taken = _steps(work, state, shards, steps, epochs, measures)
     if measures is not None:
         taken = _inside(measures, taken)
+    if watch is not None and watch.gc_every is not None:
+        taken = collected(watch.gc_every, taken)
     if watch is not None and watch.profile is not None:
         taken = _inside(watch.profile, taken)
     if max_seconds is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import mmap
 import pickle
@@ -55,6 +56,36 @@ def test_throughput_joins_the_metrics():
     assert 0 <= last["data_wait"] <= 1
     assert {"tokens_per_second", "mfu"}.isdisjoint(last)
     assert {"rows_per_second", "peak_mib"}.isdisjoint(_metrics()[-1])
+
+
+def test_garbage_is_collected_after_the_same_steps_and_not_between():
+    train_step, seen, frozen = program(loss_fn), [], gc.get_freeze_count()
+    watch, steps = fa.Watch(gc_every=2), []
+
+    def noted(phase, info):
+        if phase == "start" and not gc.isenabled():  # inside of the loop
+            seen.append(len(steps))
+
+    gc.callbacks.append(noted)
+    try:
+        for _ in fa.scan(train_step, train_step.init(), _shards(), watch=watch):
+            assert not gc.isenabled()
+            steps.append([[] for _ in range(10_000)])  # Python would collect
+    finally:
+        gc.callbacks.remove(noted)
+    assert len(steps) == 6
+    assert seen == [1, 3, 5]
+    assert gc.isenabled()
+    assert (gc.get_freeze_count() > 0) == (frozen > 0)
+
+
+def test_a_loop_that_is_left_lets_python_collect_again():
+    train_step = program(loss_fn)
+    loop = fa.scan(train_step, train_step.init(), _shards(), watch=fa.Watch(gc_every=100))
+    next(loop)
+    assert not gc.isenabled()
+    loop.close()
+    assert gc.isenabled()
 
 
 def test_tokens_follow_rows_also_in_windows():
@@ -224,6 +255,7 @@ def test_wrong_options_of_throughput_are_errors(wrong):
     [
         lambda: {"watch": fa.Watch(throughput="yes")},
         lambda: {"watch": fa.Watch(throughput=50)},
+        lambda: {"watch": fa.Watch(gc_every=0)},
         lambda: {"watch": fa.Watch(profile=True)},
         lambda: {"watch": True},
         lambda: {"track": fa.Tracking(report=True)},
