@@ -19,7 +19,7 @@ A tracker, a reader of loaders
     Tracker Media Artifacts PerRank register reader classify Stream Indexed Grouped rows_of
 
 Errors
-    FnaccelError ArgumentError CapabilityError require nearest
+    FnaccelError ArgumentError CapabilityError require nearest function_of
 """
 
 from typing import TYPE_CHECKING
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from fnaccel.optim.operations import Operations as Operations
     from fnaccel.optim.rules import Part as Part
     from fnaccel.optim.rules import UpdateInfo as UpdateInfo
+    from fnaccel.step.callables import function_of as function_of
     from fnaccel.step.chain import takes_step as takes_step
     from fnaccel.step.settings import Settings as Settings
     from fnaccel.step.spec import LossPart as LossPart
@@ -112,6 +113,7 @@ else:
             "fnaccel.optim.description": "Bound Group Kernel Member Optimizer group_leaves",
             "fnaccel.optim.operations": "Operations",
             "fnaccel.optim.rules": "Part UpdateInfo",
+            "fnaccel.step.callables": "function_of",
             "fnaccel.step.chain": "takes_step",
             "fnaccel.step.settings": "Settings",
             "fnaccel.step.spec": "LossPart Spec",

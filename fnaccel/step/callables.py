@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -16,6 +17,7 @@ from typing import Any
 import attrs
 from torch import nn
 
+from fnaccel.errors import ArgumentError
 from fnaccel.tree import Tree
 
 _SIMPLE = int | float | complex | str | bytes | bool | type(None)
@@ -150,3 +152,27 @@ def _code(code: CodeType) -> Iterator[str | bytes]:
             yield from _code(constant)
         elif isinstance(constant, _SIMPLE | tuple):
             yield repr(constant)
+
+
+def function_of(reference: str, where: str) -> Callable[..., Any]:
+    """The function of `"module:function"`, as an option of a strategy names one.
+
+    Args:
+        reference: a module on the path, and the name of a function at its top.
+        where: the option, for the error.
+
+    Raises:
+        ArgumentError: there is none.
+
+    Example:
+        >>> from fnaccel.extend import function_of
+        >>> function_of("math:sqrt", "my_axis(by=)")(4.0)
+        2.0
+    """
+    module, _, name = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentError(
+            f"{reference!r} can't be imported: {error}", where=where, fix='"module:function" of yours'
+        ) from error

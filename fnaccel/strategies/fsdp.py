@@ -58,7 +58,7 @@ class Fsdp(Axis):
     policy: MixedPrecisionPolicy | None = None
     offload: bool = False
     ignore: tuple[str, ...] = attrs.field(default=(), converter=as_names)
-    init: Init = "seeded"
+    init: Init | str = "seeded"
     methods: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     forward_prefetch: int = 0
     backward_prefetch: int = 1
@@ -98,7 +98,7 @@ def fsdp(
     policy: MixedPrecisionPolicy | None = None,
     offload: bool = False,
     ignore: str | Iterable[str] = (),
-    init: Init = "seeded",
+    init: Init | str = "seeded",
     methods: str | Iterable[str] = (),
     forward_prefetch: int = 0,
     backward_prefetch: int = 1,
@@ -120,6 +120,11 @@ def fsdp(
         init: `"seeded"` builds the whole model on each rank, so that values equal any other
             strategy's. `"rank0"` builds it on rank 0 only and sends the parts (needs a factory).
             `"meta"` makes no values at all: restore or adopt a state before the first step.
+            `"module:function"` names a function that fills the parameters of one module, such as one that
+            calls `module.reset_parameters()` (needs a factory). It sees them whole, for each module with
+            parameters of its own, in the order of `modules()`, and a rank keeps its part. So no rank holds
+            more than its parts and one module, and any number of ranks draws the same values, on their
+            devices. On CPUs, for layers of torch alone, `reset_parameters` draws what `"seeded"` does.
         methods: names of methods other than `forward` that the loss calls on units.
         forward_prefetch: how many units are gathered ahead of the one that runs forward, in the order of
             `named_modules()`. 0: gathering one unit overlaps with the one before as far as the device allows.
@@ -142,7 +147,7 @@ def fsdp(
         torch.Size([8, 32])
     """
     check_degree(degree, "fa.fsdp")
-    if init not in get_args(Init):
+    if init not in get_args(Init) and ":" not in init:
         raise UnknownNameError(
             f"no init is called {init!r}", where="fa.fsdp", fix=nearest(str(init), get_args(Init))
         )
@@ -192,7 +197,7 @@ class FsdpOptions(TypedDict, total=False):
     policy: MixedPrecisionPolicy | None
     offload: bool
     ignore: str | Iterable[str]
-    init: Init
+    init: Init | str
     methods: str | Iterable[str]
     forward_prefetch: int
     backward_prefetch: int

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fnaccel import _lazy, _torch
+from fnaccel import _lazy, _torch, tree
 from fnaccel.engine.engine import Engine, Forward, Hooks, Layout
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError
 from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built, construct, has_factories, share_first_values
 from fnaccel.models.gradient_hooks import check_hooks_run
+from fnaccel.step.callables import function_of
 from fnaccel.step.precision_policy import Precision
 from fnaccel.strategies._torch import (
     drop_unsharded_gradients,
@@ -42,6 +43,7 @@ from fnaccel.strategies.shard_dims import shard_dims
 from fnaccel.strategies.whole_leaves import WholeLeaves
 from fnaccel.texts import error_line
 from fnaccel.world.mesh import Mesh, ensure_group
+from fnaccel.world.undo import StreamStates
 
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _AT_ONCE = 64
@@ -61,6 +63,8 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     shard(built, build, options, dims)
     if options.init != "seeded":
         _fill(built, mesh, options, values)
+    if ":" in options.init:
+        _fill_by(function_of(options.init, "fa.fsdp(init=)"), built, mesh, build.seed)
     # after `_fill`, which makes other parameters. FSDP2 does not move those that stay whole
     whole = [param for name, param in built.held() if dims[name] is None]
     for param in whole:
@@ -291,7 +295,7 @@ def _fill(built: Built, mesh: Mesh, options: Fsdp, values: dict[str, Any]) -> No
     with torch.no_grad():
         for name, value in built.named("buffers"):
             value.copy_(buffers[name])
-        if options.init == "meta":
+        if options.init != "rank0":
             for _, param in built.named("parameters"):
                 _torch.local_of(param).fill_(float("nan"))  # loud, if nothing is restored
             return
@@ -302,6 +306,46 @@ def _fill(built: Built, mesh: Mesh, options: Fsdp, values: dict[str, Any]) -> No
 
     how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=options.offload)
     set_model_state_dict(built.host, values, options=how)
+
+
+def _fill_by(fill: Callable[[nn.Module], object], built: Built, mesh: Mesh, seed: int) -> None:
+    """Let a function fill the parameters of one module after the other, and keep this rank's part of them.
+
+    Raises:
+        ArgumentError: it leaves a parameter without values.
+    """
+    shown = parameters_shown(built, mesh)
+    names = {param: name for name, param in built.named("parameters")}
+    streams = StreamStates.of(mesh.world.device)
+    streams.reseed(seed)
+    try:
+        for module in (inner for outer in built.modules.values() for inner in outer.modules()):
+            slots: dict[str, Any] = _torch.parameters_of(module)
+            own = {attribute: param for attribute, param in slots.items() if param is not None}
+            try:
+                for attribute, param in own.items():
+                    like = shown[names[param]]
+                    empty = torch.full(like.shape, float("nan"), dtype=like.dtype, device=mesh.world.device)
+                    slots[attribute] = nn.Parameter(empty, requires_grad=param.requires_grad)
+                if own:
+                    fill(module)
+                for attribute, param in own.items():
+                    _keep_part(param, shown[names[param]], slots[attribute].detach(), names[param])
+            finally:
+                slots.update(own)
+    finally:
+        streams.put_back()
+
+
+def _keep_part(param: Any, like: Any, whole: torch.Tensor, name: str) -> None:
+    if whole.isnan().any():
+        raise ArgumentError(
+            f"the function left {name} without values, or with NaN",
+            where="fa.fsdp(init=)",
+            fix="fill the parameters of each module: module.reset_parameters(), or torch.nn.init",
+        )
+    with torch.no_grad():
+        _torch.local_of(param).copy_(_torch.local_of(tree.laid_out(whole, like=like)))
 
 
 def _through_host(host: nn.Module, order: GatherOrder | None) -> Callable[..., Any]:

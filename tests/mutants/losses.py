@@ -1,4 +1,4 @@
-"""Deliberate bugs of what saves memory: heads without whole logits, activations on the host. Silent ones."""
+"""Deliberate bugs of what saves memory: heads without whole logits, activations on the host, filled shards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 FUNCTION = "tests/losses/test_linear_cross_entropy.py"
 HEADS = "tests/losses/test_chunked_head.py"
+FILLED = "tests/strategies/test_filled.py"
 WAITING, MEMORY = "tests/transforms/test_waiting.py", "transforms/waiting/host_memory.py"
 CHUNKS, TARGETS, LOGITS = "losses/chunks.py", "losses/targets.py", "losses/logits.py"
 VALUES, TRANSFORMS = "values_and_two_derivatives", "transforms_of_functions"
@@ -76,5 +77,16 @@ MUTANTS = [
     Mutant(
         "waiting: what was sent is kept for good", MEMORY, "self._known[place] = weakref.ref(storage), self._last",
         "self._known[place] = weakref.ref(storage), lambda: waiting", (WAITING, "-k", "one_ahead"),
+    ),
+    Mutant(
+        "filled: the random numbers of the script are those of the fill", "strategies/fsdp_engine.py", "        streams.put_back()\n", "        pass\n",
+        (FILLED, "-k", "any_number and 2"),
+    ),
+    Mutant(
+        "filled: each seed draws the same", "strategies/fsdp_engine.py", "streams.reseed(seed)", "streams.reseed(3)", (FILLED, "-k", "seeds_differ"),
+    ),
+    Mutant(
+        "filled: a module that is left out is not seen", "strategies/fsdp_engine.py", "if whole.isnan().any():", "if False:",
+        (FILLED, "-k", "mistake and forgetful"),
     ),
 ]  # fmt: skip

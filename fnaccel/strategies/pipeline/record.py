@@ -87,9 +87,10 @@ class Pipeline(Axis):
                 where=where,
                 fix="give one module; or another strategy",
             )
-        if any(getattr(axis, "init", "") == "rank0" for axis in spec.strategy.axes):
+        inits = {getattr(axis, "init", "seeded") for axis in spec.strategy.axes}
+        if not inits <= {"seeded", "meta"}:
             raise CapabilityError(
-                "init='rank0' sends the values of a whole model from one rank to all, and stages have others",
+                f"init={max(inits - {'seeded', 'meta'})!r} makes a whole model, and a stage has some of it",
                 where=where,
                 fix="init='seeded', which gives each stage its own values; or init='meta' and fa.restore",
             )

@@ -7,14 +7,12 @@ the model, and lie on the rank whose list names them.
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import attrs
 
-from fnaccel.extend import ArgumentError, nearest
+from fnaccel.extend import ArgumentError, function_of, nearest
 
 Action = tuple[str, int, int]
 Table = Sequence[Sequence[Action]]
@@ -161,16 +159,9 @@ def schedule_of(name: str) -> Schedule:
     """
     if name in READY:
         return READY[name]
-    module, colon, function = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ArgumentError(f"no schedule is called {name!r}", where=_WHERE, fix=nearest(name, READY))
-    try:
-        found: Any = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ArgumentError(
-            f"{name!r} can't be imported: {error}", where=_WHERE, fix='"module:function" of yours'
-        ) from error
-    return found
+    return function_of(name, _WHERE)
 
 
 def places(schedule: Schedule, ranks: int, virtual: int) -> tuple[int, ...]:
