@@ -13,7 +13,7 @@ MUTANTS = [
     ),
     Mutant(
         "activations whose offload is left out", "config/importing/strategies.py", "if draft.truth(_OFFLOAD):", "if False:",
-        ("tests/config/importing/test_accelerate_files.py", "-k", "refused_by_name"),
+        ("tests/config/importing/test_accelerate_files.py", "-k", "wait_on_the_host"),
     ),
     Mutant(
         "mistakes of one section that hide those of the next", "config/yaml.py",
