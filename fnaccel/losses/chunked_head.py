@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from typing import Any
 
 import attrs
 from torch import nn
 
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, require_counts
 from fnaccel.extend import Capability, Phase, Transform, takes_step
 from fnaccel.losses.logits import check_linear, has_logits, logits_forward, train_in_chunks
 
@@ -30,9 +29,7 @@ class ChunkedHead:
             check_linear(head, _WHERE)
             forward = logits_forward(head, whole=nn.Linear.forward)
             head.forward = types.MethodType(forward, head)
-        train_in_chunks(head)
-        if self.rows is not None:
-            head.register_forward_pre_hook(functools.partial(_with_rows, self.rows), with_kwargs=True)
+        train_in_chunks(head, self.rows)
 
     def _of(self, module: nn.Module) -> Any:
         if self.head is not None:
@@ -51,12 +48,6 @@ class ChunkedHead:
                 fix='its path: chunked_head(step, head="lm_head")',
             )
         return head
-
-
-def _with_rows(rows: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - a hook
-    targets = kwargs.get("targets")
-    if targets is not None and targets.rows is None:
-        targets.rows = rows
 
 
 @takes_step
@@ -81,6 +72,7 @@ def chunked_head(head: str | None = None, *, rows: int | None = None) -> Transfo
         >>> step = fa.transforms.chunked_head(loss_fn)
         >>> step = fa.transforms.chunked_head(loss_fn, head="lm_head")
     """
+    require_counts(_WHERE, rows=rows)
     return Transform(
         "chunked_head", Phase.MODULE, apply=ChunkedHead(head, rows), needs=frozenset({Capability.MODULES})
     )

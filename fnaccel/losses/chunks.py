@@ -85,7 +85,10 @@ def in_chunks(
             if wants[1] and compute is wide:
                 grads[1].addmm_(slopes.t(), states * scale[:, None])
             elif wants[1]:
-                grads[1] += slopes.to(compute).t() @ (states * scale[:, None].to(compute))
+                states = states * scale[:, None].to(compute)
+                # a sum over rows may be more than fp16 has, before the factor of the loss makes it small
+                largest = states.abs().amax().clamp(min=1.0) if compute is torch.float16 else 1.0
+                grads[1] += (slopes.to(compute).t() @ (states / largest)).to(wide) * largest
             if wants[2]:
                 grads[2] += scale @ slopes
     return losses, *(grad if x is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))

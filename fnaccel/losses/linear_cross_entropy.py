@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fnaccel.errors import ArgumentError, require, require_counts
-from fnaccel.losses.logits import check_linear, has_logits, logits_of
+from fnaccel.losses.logits import losses_of
 from fnaccel.losses.targets import Targets
 
 _WHERE = "fa.losses.linear_cross_entropy"
@@ -64,6 +64,7 @@ def linear_cross_entropy(
         >>> loss = fa.losses.linear_cross_entropy(hidden, head, labels) / labels.numel()
     """
     require_counts(_WHERE, rows=rows)
+    require(soft_cap is None or soft_cap > 0, f"soft_cap={soft_cap!r}", _WHERE, "more than 0, or None")
     require(
         reduction in ("sum", "mean", "none"), f"reduction={reduction!r}", _WHERE, '"sum", "mean" or "none"'
     )
@@ -76,11 +77,13 @@ def linear_cross_entropy(
     targets = Targets(labels, ignore_index, label_smoothing, z_loss, soft_cap, reduction, rows)
     if not isinstance(weight, nn.Module):
         return targets.losses(hidden, weight, bias)
-    if has_logits(weight):
-        return logits_of(weight, hidden).losses(targets)
-    check_linear(weight, _WHERE)
-    head: Any = weight
-    return targets.losses(hidden, head.weight, head.bias)
+    require(
+        bias is None,
+        "a bias beside a head, which has its own",
+        _WHERE,
+        "the head alone, or its weight and bias",
+    )
+    return losses_of(weight, hidden, targets)
 
 
 def log_probabilities(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import enum
+import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fnaccel.errors import CapabilityError
+from fnaccel import tree
+from fnaccel.errors import ArgumentError, CapabilityError, require
 from fnaccel.losses.chunks import AllReduce, Columns
 from fnaccel.losses.targets import Targets
 
-_WHEN = "_fnaccel_logits"
+_WHEN, _ROWS = "_fnaccel_logits", "_fnaccel_rows"
 Refuse = Callable[[str], CapabilityError]
 """The error for a use of logits that needs all of them."""
 
@@ -34,7 +37,7 @@ class Logits:
     `cross_entropy` takes them. Anything else that would read the logits raises.
 
     Args:
-        head: computes the losses of its input: `head(hidden, targets=targets)`.
+        losses: `losses(hidden, targets)` by the parameters that the head had when it was called.
         hidden: `[..., width]`, its input.
         vocabulary: the number of columns of all ranks.
         refuse: makes the error for other uses.
@@ -42,17 +45,17 @@ class Logits:
 
     def __init__(
         self,
-        head: Callable[..., torch.Tensor],
+        losses: Callable[[torch.Tensor, Targets], torch.Tensor],
         hidden: torch.Tensor,
         vocabulary: int,
         refuse: Refuse,
     ) -> None:
-        self._head, self._hidden, self._vocabulary, self.refuse = head, hidden, vocabulary, refuse
+        self._losses, self._hidden, self._vocabulary, self.refuse = losses, hidden, vocabulary, refuse
         self._dtype = hidden.dtype
         self._scale, self._cap = 1.0, None  # scale * logits, or cap * tanh(scale * logits)
 
     def _with(self, **changed: Any) -> Logits:
-        made = Logits(self._head, self._hidden, self._vocabulary, self.refuse)
+        made = Logits(self._losses, self._hidden, self._vocabulary, self.refuse)
         vars(made).update({**vars(self), **changed})
         return made
 
@@ -139,6 +142,14 @@ class Logits:
             raise self.refuse("a tanh of a tanh")
         return self._with(_cap=1.0)
 
+    def __eq__(self, other: object) -> Any:
+        raise self.refuse("a comparison")
+
+    __hash__ = object.__hash__
+
+    def __contains__(self, value: object) -> bool:
+        raise self.refuse("a comparison")
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -155,17 +166,17 @@ class Logits:
         """`cross_entropy`, and the tanh of a cap. Other functions raise."""
         if func is torch.tanh:
             return args[0].tanh()
-        given = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Logits))
-        if func is not F.cross_entropy:
-            raise given.refuse(getattr(func, "__name__", str(func)))
-        return _cross_entropy(*args, **(kwargs or {}))
+        if func is F.cross_entropy:
+            return _cross_entropy(*args, **(kwargs or {}))
+        given = next(x for x in tree.leaves((args, kwargs or {})) if isinstance(x, Logits))
+        raise given.refuse(getattr(func, "__name__", str(func)))
 
     def losses(self, targets: Targets) -> torch.Tensor:
         """The loss of labels."""
         targets.scale = self._scale
         if self._cap is not None:
             targets.soft_cap, targets.scale = self._cap, self._scale * self._cap
-        return self._head(self._hidden, targets=targets)
+        return self._losses(self._hidden, targets)
 
 
 def _dims_of(entry: Any) -> int:
@@ -185,6 +196,15 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
+    if target.shape != logits.shape[:-1]:
+        raise ArgumentError(
+            f"the target has the shape {list(target.shape)}, for logits of {list(logits.shape)}",
+            where="cross_entropy",
+            fix="one target for each row of the logits",
+        )
+    require(
+        reduction in ("sum", "mean", "none"), f"reduction={reduction!r}", "cross_entropy", '"mean" or "sum"'
+    )
     plain = weight is None and size_average is None and reduce is None
     if not plain or target.is_floating_point() or logits.dim() != 2:
         raise logits.refuse("cross_entropy with weights, probabilities or more than two dimensions")
@@ -197,6 +217,7 @@ def logits_forward(
     columns: tuple[int, int, AllReduce] | None = None,
     *,
     transposed: bool = False,
+    check: Callable[[Targets], None] | None = None,
     whole: Callable[..., torch.Tensor] | None = None,
     refuse: Refuse | None = None,
 ) -> Callable[..., Any]:
@@ -208,22 +229,34 @@ def logits_forward(
         columns: the first column of the vocabulary that this rank has, how many all ranks have, and
             `all_reduce(tensor, "sum" | "max")` over them. None: all are here.
         transposed: whether the weight is `[width, vocabulary]`.
+        check: looks at targets first.
         whole: the forward by which it returns a tensor, until `train_in_chunks`. None: it never does.
         refuse: makes the error for uses of `Logits` that need all of them.
     """
     here = None if columns is None else Columns(*columns)
     vocabulary = _vocabulary(head, transposed) if columns is None else columns[1]
 
+    def losses(
+        weight: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor, targets: Targets
+    ) -> torch.Tensor:
+        targets.rows = targets.rows or getattr(head, _ROWS, None)
+        if check is not None:
+            check(targets)
+        return targets.losses(hidden, weight.t() if transposed else weight, bias, here)
+
     def forward(module: Any, hidden: torch.Tensor, *, targets: Targets | None = None) -> Any:
-        if targets is not None:  # a call of its own, so that what gathers its parameters is around the loss
-            weight = module.weight.t() if transposed else module.weight
-            return targets.losses(hidden, weight, module.bias, here)
+        if targets is not None:
+            return losses(module.weight, module.bias, hidden, targets)
         when = getattr(module, _WHEN)
         if whole is not None and (
             when is When.ASKED or (when is When.TRAINING and not torch.is_grad_enabled())
         ):
             return whole(module, hidden)
-        return Logits(module, hidden if enter is None else enter(hidden), vocabulary, refuse or refusal)
+        by: Any = partial(losses, module.weight, module.bias)
+        if hasattr(module, "unshard") and isinstance(module.weight, nn.Parameter):
+            # a unit of FSDP2 lets go of its parameters after its call, and gathers them for a second one
+            by = partial(_again, module)
+        return Logits(by, hidden if enter is None else enter(hidden), vocabulary, refuse or refusal)
 
     setattr(head, _WHEN, When.ALWAYS if whole is None else When.ASKED)
     return forward
@@ -238,10 +271,30 @@ def has_logits(head: nn.Module) -> bool:
     return hasattr(head, _WHEN)
 
 
-def train_in_chunks(head: nn.Module) -> None:
-    """Let a head return `Logits` wherever gradients are computed."""
+def train_in_chunks(head: nn.Module, rows: int | None) -> None:
+    """Let a head return `Logits` wherever gradients are computed, by so many rows at a time."""
+    setattr(head, _ROWS, rows)
     if getattr(head, _WHEN) is When.ASKED:
         setattr(head, _WHEN, When.TRAINING)
+
+
+def losses_of(head: Any, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """The losses of a head's input. The head is called, so that hooks on it run.
+
+    Raises:
+        CapabilityError: it has a forward of its own.
+    """
+    if has_logits(head):
+        return logits_of(head, hidden).losses(targets)
+    check_linear(head, "fa.losses.linear_cross_entropy")
+    if torch.compiler.is_compiling():
+        return targets.losses(hidden, head.weight, head.bias)
+    head.forward = types.MethodType(logits_forward(head), head)
+    try:
+        return head(hidden).losses(targets)
+    finally:
+        del head.forward
+        delattr(head, _WHEN)
 
 
 def logits_of(head: nn.Module, hidden: torch.Tensor) -> Logits:
@@ -256,6 +309,10 @@ def logits_of(head: nn.Module, hidden: torch.Tensor) -> Logits:
         setattr(head, _WHEN, when)
 
 
+def _again(module: nn.Module, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
+    return module(hidden, targets=targets)
+
+
 def refusal(what: str) -> CapabilityError:
     """The error for a use of logits that are not there."""
     return CapabilityError(
@@ -266,7 +323,7 @@ def refusal(what: str) -> CapabilityError:
     )
 
 
-def check_linear(head: nn.Module, where: str) -> None:
+def check_linear(head: Any, where: str) -> None:
     """Raise CapabilityError unless the forward of a head is that of `nn.Linear`."""
     if getattr(head.forward, "__func__", None) is not nn.Linear.forward:
         raise CapabilityError(

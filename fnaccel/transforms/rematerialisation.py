@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fnaccel import _lazy, _torch
+from fnaccel import _lazy, _torch, tree
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.models.blocks import Units, find_units
 from fnaccel.models.moving_buffers import MovingBuffers
@@ -103,25 +103,34 @@ def _recomputing(forward: Callable[..., Any], save: Kept, keeping: Keeping) -> C
         selective = functools.partial(create_selective_checkpoint_contexts, _kept_operations(save))
 
     def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if gives_parameters() and torch.is_grad_enabled():
-            return recomputed_with_parameters(forward, module, args, kwargs)
         if torch.is_grad_enabled():
             # the second run of a block would append its keys and values a second time
             args = tuple(None if _is_cache(value) else value for value in args)
             kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
+            if gives_parameters():
+                return recomputed_with_parameters(forward, module, args, kwargs)
         context_fn = selective
         # a graph moves buffers in its forward only
         eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if eager and next(module.buffers(), None) is not None:
             context_fn = functools.partial(_still_buffers, _buffers_of(module), selective)
-        options = {} if context_fn is None else {"context_fn": context_fn}
+        options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
         run: Callable[..., Any] = functools.partial(forward, module)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             run = _twice_alike(run, module)
-        with keeping():
+        if save != "offload":
             return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+        # hooks see the tensors that checkpoint takes by position
+        leaves, structure = tree.flatten((args, kwargs))
+
+        def run_leaves(*leaves: Any) -> Any:
+            args, kwargs = tree.unflatten(structure, leaves)
+            return run(*args, **kwargs)
+
+        with keeping():
+            return checkpoint(run_leaves, *leaves, use_reentrant=False, **options)
 
     return recomputed
 
@@ -226,7 +235,7 @@ def remat(units: Units = "block", *, save: Kept = "nothing") -> Transform:
             `"matmuls"` (matrix products and convolutions as well). `"offload"` keeps the inputs of blocks
             alone, as `"nothing"` does, and these wait in host memory. Each comes back while the block after
             it computes. On CUDA by streams of its own and pinned memory, at most 32 GiB. Not beside
-            `fa.compile`. (CUDA: not run on hardware.)
+            `fa.compile`. Under `fa.call` they stay. (CUDA: not run on hardware.)
 
     Raises:
         UnknownNameError: no such `save`.

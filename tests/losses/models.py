@@ -143,6 +143,15 @@ def by_head(model, batch):
     return fa.Mean(total, weight=(labels != -100).sum())
 
 
+def moved(model, batch):
+    """By logits of parameters that are values of the loss, after the call that took them."""
+    params = {name: value * 1.1 for name, value in fa.params(model).items()}
+    logits = fa.call(model, params, batch["input_ids"])[:, :-1]
+    labels = batch["labels"][:, 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return fa.Mean(total, weight=(labels != -100).sum())
+
+
 def trained(make, loss_fn, strategy, *parts, steps=3, seed=0):
     """The losses of some steps, and the parameters after them."""
     step = fa.chain(*parts)(loss_fn) if parts else loss_fn

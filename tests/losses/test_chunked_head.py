@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +82,8 @@ def test_strategies_train_as_one_process_with_whole_logits(pools, make, strategy
         (models.by_head, "local", 1, ()),
         (models.by_head, "local", 1, (OWN,)),
         (models.capped, "local", 1, (OWN,)),
+        (models.moved, "local", 1, (OWN,)),
+        (models.moved, "fsdp", 2, (OWN,)),
         (models.capped, CUT, 2, ()),
         (models.by_head, "fsdp", 2, ()),
         (models.indexed, CUT, 2, ()),
@@ -114,6 +118,80 @@ def test_transforms_beside_it(pools, strategy, ranks, parts, beside, tolerance):
     check(
         pools, models.gpt2, models.labelled, strategy, ranks, HEAD, *parts, beside=beside, tolerance=tolerance
     )
+
+
+def hooked(kind):
+    model = models.Own()
+    if kind == "output":
+        model.head.register_forward_hook(lambda _, args, output: output * 0.5)
+    elif kind == "input":
+        model.head.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))
+    else:
+        nn.utils.spectral_norm(model.head)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["output", "input", "weight"])
+@pytest.mark.parametrize(("loss_fn", "parts"), [(models.indexed, (OWN,)), (models.by_head, ())])
+def test_hooks_on_a_head_run_once(pools, kind, loss_fn, parts):
+    check(pools, functools.partial(hooked, kind), loss_fn, "local", 1, *parts, expected=models.indexed)
+
+
+def unit_called_with_others():
+    return trained(models.llama, called_before, "fsdp(units=('Linear',))", HEAD)
+
+
+def called_before(model, batch):
+    params = {name: value * 1.1 for name, value in fa.params(model).items()}
+    out = fa.call(model, params, input_ids=batch["input_ids"], use_cache=False)
+    logits = out.logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, batch["labels"][:, 1:].flatten())
+
+
+def test_a_unit_of_fsdp_never_takes_other_parameters(pools):
+    try:
+        found = pools.run(2, unit_called_with_others)
+    except CapabilityError as error:
+        assert "called with parameters that it has no longer" in str(error)  # noqa: PT017
+    else:
+        expected = pools.run(2, trained, models.llama, called_before, "ddp")
+        assert found[0][0] == pytest.approx(expected[0][0], abs=1e-5)
+
+
+class Large(nn.Module):
+    """Whose weight gets a gradient that fp16 can't hold, before the factor of a mean makes it small."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(models.VOCABULARY, 8)
+        self.head = nn.Linear(8, models.VOCABULARY, bias=False)
+        with torch.no_grad():
+            self.embed.weight.fill_(100.0)
+            self.head.weight.zero_()
+        self.embed.weight.requires_grad = False
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+def large(model, batch):
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def steps_of_fp16(*parts):
+    step = fa.chain(*parts, FP16)(large)
+    train_step = fa.train_step(step, model=fa.distribute(Large, "local"), optimizer=fa.sgd(1e-4))
+    state = train_step.init(seed=0)
+    for _ in range(20):
+        state, metrics = train_step(state, torch.full((8, 256), 3))
+    return float(metrics["loss"]), state.updates
+
+
+def test_fp16_has_room_for_the_gradient_of_a_weight(pools):
+    expected, counted = pools.run(1, steps_of_fp16)[0]  # which lowers the loss scale first
+    loss, updates = pools.run(1, steps_of_fp16, fa.transforms.chunked_head("head", rows=1024))[0]
+    assert updates == 20 > counted
+    assert loss <= expected
 
 
 def evaluated(strategy):
@@ -190,6 +268,25 @@ def one_step(step, make):
     train_step(train_step.init(seed=0), models.rows_of(0, 0))
 
 
+def shifts(model, batch):
+    logits = model(batch["input_ids"])
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"].flatten())
+
+
+def compares(model, batch):
+    return (model(batch["input_ids"]) == 0).sum()
+
+
+def joins(model, batch):
+    logits = model(batch["input_ids"])
+    return torch.cat([logits, logits]).sum()
+
+
+def biased(model, batch):
+    bias = torch.zeros(models.VOCABULARY)
+    return fa.losses.linear_cross_entropy(model.body(batch["input_ids"]), model.head, batch["labels"], bias)
+
+
 class Patched(nn.Linear):
     def forward(self, x):
         return super().forward(x) * 2
@@ -209,10 +306,14 @@ class Headless(models.Own):
         (models.llama, HEAD(weighs), CapabilityError, "cross_entropy with weights"),
         (models.Own, HEAD(models.indexed), ArgumentError, r"which module of a Own is its head(?s:.*)head="),
         (models.Own, fa.transforms.chunked_head("lm")(models.indexed), ArgumentError, "the model has no lm"),
+        (models.Own, OWN(shifts), ArgumentError, r"the target has the shape \[32\], for logits of \[28, 31\]"),
+        (models.Own, OWN(compares), CapabilityError, "a comparison needs them"),
+        (models.Own, OWN(joins), CapabilityError, "cat needs them"),
+        (models.Own, biased, ArgumentError, "a bias beside a head"),
         (Headless, OWN(models.indexed), CapabilityError, "the head is a Patched"),
         (Headless, models.by_head, CapabilityError, "the head is a Patched"),
     ],
-    ids=["reads", "indexes", "weighs", "no head", "no path", "patched", "patched, by head"],
+    ids=["reads", "indexes", "weighs", "no head", "no path", "shifts", "compares", "joins", "biased", "patched", "patched, by head"],
 )  # fmt: skip
 def test_a_mistake_raises_by_name(make, step, kind, text):
     with fa.start(), pytest.raises(kind, match=text):

@@ -215,6 +215,7 @@ def test_a_head_is_taken_as_a_module_or_by_its_parameters():
         ),
         ({"reduction": "total"}, fa.errors.ArgumentError, "reduction='total'"),
         ({"rows": 0}, fa.errors.ArgumentError, "rows=0"),
+        ({"soft_cap": 0.0}, fa.errors.ArgumentError, "soft_cap=0.0"),
         ({"weight": nn.Bilinear(2, 2, 2)}, fa.errors.CapabilityError, "the head is a Bilinear"),
         (
             {"labels": torch.full((ROWS, LENGTH), VOCABULARY)},

@@ -59,6 +59,21 @@ MUTANTS = [
         "head: logits are not scaled", LOGITS, "        targets.scale = self._scale\n", "", (HEADS, "-k", "granite"),
     ),
     Mutant(
+        "head: a loss reads parameters that came after the call", LOGITS, "partial(losses, module.weight, module.bias)",
+        "lambda hidden, targets: losses(module.weight, module.bias, hidden, targets)", (HEADS, "-k", "moved and local"),
+    ),
+    Mutant(
+        "head: the gradient of a weight overflows in fp16", CHUNKS, "if compute is torch.float16 else 1.0", "if False else 1.0",
+        (HEADS, "-k", "fp16_has_room"),
+    ),
+    Mutant(
+        "head: a target for other rows is taken", LOGITS, "if target.shape != logits.shape[:-1]:", "if False:", (HEADS, "-k", "shifts"),
+    ),
+    Mutant(
+        "waiting: inputs by keyword stay", "transforms/rematerialisation.py", 'if save != "offload":\n            return', 'if kwargs or save != "offload":\n            return',
+        (WAITING, "-k", "by_keyword"),
+    ),
+    Mutant(
         "head: evaluation gets no logits", LOGITS, "(when is When.TRAINING and not torch.is_grad_enabled())", "False",
         (HEADS, "-k", "without_gradients and local"),
     ),

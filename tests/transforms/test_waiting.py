@@ -148,6 +148,52 @@ def test_freed_memory_is_not_taken_for_what_was_there():
     assert [float(memory._unpack(waiting)[0]) for waiting in kept] == list(range(50))
 
 
+class ByKeyword(nn.Module):
+    """Blocks that take their input by keyword, in a tuple, and transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Viewing() for _ in range(3))
+
+    def forward(self, x):
+        x = x.transpose(1, 2)
+        for block in self.blocks:
+            x = block(rest=(x,))
+        return x
+
+
+class Viewing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, *, rest):
+        (x,) = rest
+        y = torch.tanh(self.mix(x.transpose(1, 2).view(-1, 4))).view(x.shape[0], -1, 4)
+        return y.transpose(1, 2) * 1.0
+
+
+def stepped(save):
+    sent, send = [], HostMemory._sent
+    step = fa.remat(squared, units=("Viewing",), save=save)
+    train_step = fa.train_step(step, model=fa.distribute(ByKeyword, "local"), optimizer=fa.sgd(0.1))
+    HostMemory._sent = lambda memory, *args: sent.append(1) or send(memory, *args)
+    try:
+        state, metrics = train_step(
+            train_step.init(seed=0), torch.randn(2, 5, 4, generator=torch.manual_seed(0))
+        )
+    finally:
+        HostMemory._sent = send
+    return float(metrics["loss"]), len(sent), {name: value.clone() for name, value in state.params.items()}
+
+
+def test_inputs_by_keyword_in_tuples_and_with_strides_of_their_own(pools):
+    loss, sent, params = pools.run(1, stepped, "offload")[0]
+    expected, none, values = pools.run(1, stepped, "nothing")[0]
+    assert (loss, sent, none) == (expected, 3, 0)
+    torch.testing.assert_close(params, values, rtol=0, atol=0)
+
+
 def test_a_graph_that_is_kept_is_walked_twice():
     chain = Chain(2)
     x = torch.randn(2, 4, requires_grad=True)
@@ -191,3 +237,16 @@ def test_an_estimate_counts_what_is_on_the_device():
     one = 4096 * 64 * 4
     kept, away = peak("nothing"), peak("offload")
     assert kept - away >= 3 * one
+
+
+def through_call(model, batch):
+    out = fa.call(model, fa.params(model), input_ids=batch["input_ids"], labels=batch["labels"])
+    return fa.Mean.of(out.loss, weight=(batch["labels"][:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize("save", ["nothing", "offload"])
+def test_blocks_that_run_again_inside_of_a_call_have_no_cache(pools, save):
+    losses, params = pools.run(1, trained, models.llama, through_call, "local")[0]
+    found, values = pools.run(1, trained, models.llama, through_call, "local", fa.remat(save=save))[0]
+    assert found == pytest.approx(losses, abs=1e-5)
+    torch.testing.assert_close(values, params, atol=1e-5, rtol=1e-5)

@@ -292,15 +292,12 @@ def _head(layer: Layer, axis: MeshAxis, region: Region, **options: Any) -> Forwa
         return all_reduce(value, region.group, operation)
 
     columns = axis.rank * -(-length // axis.size), length, all_reduced
-    forward = logits_forward(layer.module, enter, columns, transposed=dim == 1, **options)
 
-    def checked(module: nn.Module, value: torch.Tensor, *, targets: Any = None) -> Any:
-        if targets is not None:
-            counted = targets.labels != targets.ignore_index
-            check_within(targets.labels.where(counted, 0), length, "target")
-        return forward(module, value, targets=targets)
+    def check(targets: Any) -> None:
+        counted = targets.labels != targets.ignore_index
+        check_within(targets.labels.where(counted, 0), length, "target")
 
-    return checked
+    return logits_forward(layer.module, enter, columns, transposed=dim == 1, check=check, **options)
 
 
 def _check_parts(module: Any, dim: int, length: int) -> None:

@@ -28,7 +28,7 @@ class _Waiting:
     """A tensor that waits on the host.
 
     Attributes:
-        shape, dtype, device: of it.
+        shape, strides, dtype, device: of it.
         host: its values. None if it has none, in an estimate.
         sent: the end of the copy to the host, on CUDA.
         before: what was sent before it, which comes back after it.
@@ -39,6 +39,7 @@ class _Waiting:
     """
 
     shape: torch.Size
+    strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     host: torch.Tensor | None = None
@@ -114,11 +115,13 @@ class HostMemory:
     def _sent(self, tensor: torch.Tensor, size: int) -> _Waiting:
         cuda = tensor.device.type == "cuda"
         pin = cuda and self.pinned + size <= PINNED
-        waiting = _Waiting(tensor.shape, tensor.dtype, tensor.device)
+        waiting = _Waiting(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if _is_fake(tensor):
             return waiting
         # torch keeps pinned memory that is free, and knows of which copies it is part
-        waiting.host = host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        waiting.host = host = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=pin
+        )
         if pin:
             self.pinned += size
             weakref.finalize(waiting, self._unpin, size).atexit = False
@@ -137,14 +140,16 @@ class HostMemory:
         self.pinned -= size
 
     def _returning(self, waiting: _Waiting) -> tuple[torch.Tensor, Any]:
+        layout: Any = {"dtype": waiting.dtype, "device": waiting.device}
         if waiting.host is None:
-            return torch.empty(waiting.shape, dtype=waiting.dtype, device=waiting.device), None
+            return torch.empty_strided(waiting.shape, waiting.strides, **layout), None
         if waiting.sent is None:
-            return waiting.host.to(waiting.device, copy=True), None
+            return torch.empty_strided(waiting.shape, waiting.strides, **layout).copy_(waiting.host), None
         _, back = self._streams_of(waiting.device)
         with torch.cuda.stream(back):
             back.wait_event(waiting.sent)
-            value = waiting.host.to(waiting.device, non_blocking=True)
+            value = torch.empty_strided(waiting.shape, waiting.strides, **layout)
+            value.copy_(waiting.host, non_blocking=True)
             return value, back.record_event()
 
     def _streams_of(self, device: torch.device) -> tuple[Any, Any]:
