@@ -197,7 +197,7 @@ def _shard(
     in_order: list[Any] = []
     for key, module in built.modules.items():
         units = find_units(module, built.units.get(key, options.units), "fa.fsdp(units=...)")
-        _check_tied(units, ignored)
+        _check_tied(module, units, ignored)
         _check_dtypes([*reversed(units), (key or "the root", module)], ignored)
         for _, unit in reversed(units):
             if any(p not in ignored for p in unit.parameters()):
@@ -226,11 +226,11 @@ def _prefetch(root: Any, units: Sequence[Any], options: Fsdp) -> None:
             unit.set_modules_to_backward_prefetch(list(units[max(0, index - behind) : index])[::-1])
 
 
-def _check_tied(units: Sequence[tuple[str, nn.Module]], ignored: set[Any]) -> None:
-    """Check that no parameter is in two units: torch would part the two, and fail in the first step.
+def _check_tied(root: nn.Module, units: Sequence[tuple[str, nn.Module]], ignored: set[Any]) -> None:
+    """Check that no parameter is in two units, or in one and outside: torch would part the two.
 
     Raises:
-        CapabilityError: a parameter is in two units. The message names both.
+        CapabilityError: a parameter is. The message names both places.
     """
     seen: dict[Any, tuple[str, str]] = {}
     for unit, module in units:
@@ -242,6 +242,15 @@ def _check_tied(units: Sequence[tuple[str, nn.Module]], ignored: set[Any]) -> No
                     f"{where} and {unit}.{name} are one parameter, in two units",
                     where="fa.fsdp(units=...)",
                     fix="choose larger units, that hold both, or use ddp",
+                )
+    inside = {inner for _, unit in units for inner in unit.modules()}
+    for path, owner in root.named_modules():
+        for name, param in owner.named_parameters(recurse=False):
+            if param in seen and param not in ignored and owner not in inside:
+                raise CapabilityError(
+                    f"{seen[param][1]} and {path}.{name} are one parameter, in a unit and outside of it",
+                    where="fa.fsdp(units=...)",
+                    fix="choose units that leave both out, or use ddp",
                 )
 
 

@@ -325,6 +325,24 @@ def test_a_weight_tied_across_units_raises_before_the_first_step():
             train_step.init(seed=0)
 
 
+def test_a_weight_of_a_unit_that_is_tied_outside_of_it_raises_by_name():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.embed(x))
+
+    with fa.start(device="cpu"):
+        train_step = program(strategy="fsdp(units=('Linear',))", model=Tied)
+        with pytest.raises(
+            errors.CapabilityError, match=r"head.weight and embed.weight are one parameter, in a unit"
+        ):
+            train_step.init(seed=0)
+
+
 def of_two_dtypes(block):
     """A model whose head is fp64, and with `block` one of its blocks, too, which is a unit of its own."""
 
