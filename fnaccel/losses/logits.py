@@ -329,5 +329,6 @@ def check_linear(head: Any, where: str) -> None:
         raise CapabilityError(
             f"the head is a {type(head).__name__} whose forward is not that of nn.Linear",
             where=where,
-            fix='an nn.Linear as head. "vocab" or "colwise_gather" in a plan of fa.tensor',
+            fix="an nn.Linear as head, and chunked_head before transforms that replace forwards, such as "
+            'cast_layers; "vocab" or "colwise_gather" in a plan of fa.tensor',
         )
