@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,17 +16,9 @@ from fnaccel.errors import ArgumentError, CapabilityError, require
 from fnaccel.losses.chunks import AllReduce, Columns
 from fnaccel.losses.targets import Targets
 
-_WHEN, _ROWS = "_fnaccel_logits", "_fnaccel_rows"
+_TRAINS, _ROWS = "_fnaccel_trains_in_chunks", "_fnaccel_rows"
 Refuse = Callable[[str], CapabilityError]
 """The error for a use of logits that needs all of them."""
-
-
-class When(enum.Enum):
-    """When a head returns `Logits`."""
-
-    ALWAYS = enum.auto()
-    TRAINING = enum.auto()
-    ASKED = enum.auto()
 
 
 class Logits:
@@ -234,7 +225,7 @@ def logits_forward(
         refuse: makes the error for uses of `Logits` that need all of them.
     """
     here = None if columns is None else Columns(*columns)
-    vocabulary = _vocabulary(head, transposed) if columns is None else columns[1]
+    vocabulary: Any = head.out_features if columns is None else columns[1]
 
     def losses(
         weight: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor, targets: Targets
@@ -244,13 +235,12 @@ def logits_forward(
             check(targets)
         return targets.losses(hidden, weight.t() if transposed else weight, bias, here)
 
-    def forward(module: Any, hidden: torch.Tensor, *, targets: Targets | None = None) -> Any:
+    def forward(
+        module: Any, hidden: torch.Tensor, *, targets: Targets | None = None, asked: bool = False
+    ) -> Any:
         if targets is not None:
             return losses(module.weight, module.bias, hidden, targets)
-        when = getattr(module, _WHEN)
-        if whole is not None and (
-            when is When.ASKED or (when is When.TRAINING and not torch.is_grad_enabled())
-        ):
+        if whole is not None and not (asked or (getattr(module, _TRAINS) and torch.is_grad_enabled())):
             return whole(module, hidden)
         by: Any = partial(losses, module.weight, module.bias)
         if hasattr(module, "unshard") and isinstance(module.weight, nn.Parameter):
@@ -258,24 +248,19 @@ def logits_forward(
             by = partial(_again, module)
         return Logits(by, hidden if enter is None else enter(hidden), vocabulary, refuse or refusal)
 
-    setattr(head, _WHEN, When.ALWAYS if whole is None else When.ASKED)
+    setattr(head, _TRAINS, False)
     return forward
-
-
-def _vocabulary(head: Any, transposed: bool) -> int:
-    return head.weight.shape[1 if transposed else 0]
 
 
 def has_logits(head: nn.Module) -> bool:
     """Whether the forward of a head is one of `logits_forward`."""
-    return hasattr(head, _WHEN)
+    return hasattr(head, _TRAINS)
 
 
 def train_in_chunks(head: nn.Module, rows: int | None) -> None:
     """Let a head return `Logits` wherever gradients are computed, by so many rows at a time."""
     setattr(head, _ROWS, rows)
-    if getattr(head, _WHEN) is When.ASKED:
-        setattr(head, _WHEN, When.TRAINING)
+    setattr(head, _TRAINS, True)
 
 
 def losses_of(head: Any, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
@@ -285,7 +270,7 @@ def losses_of(head: Any, hidden: torch.Tensor, targets: Targets) -> torch.Tensor
         CapabilityError: it has a forward of its own.
     """
     if has_logits(head):
-        return logits_of(head, hidden).losses(targets)
+        return head(hidden, asked=True).losses(targets)
     check_linear(head, "fa.losses.linear_cross_entropy")
     if torch.compiler.is_compiling():
         return targets.losses(hidden, head.weight, head.bias)
@@ -294,19 +279,7 @@ def losses_of(head: Any, hidden: torch.Tensor, targets: Targets) -> torch.Tensor
         return head(hidden).losses(targets)
     finally:
         del head.forward
-        delattr(head, _WHEN)
-
-
-def logits_of(head: nn.Module, hidden: torch.Tensor) -> Logits:
-    """The `Logits` of a head."""
-    when = getattr(head, _WHEN)
-    if when is When.ALWAYS or (when is When.TRAINING and torch.is_grad_enabled()):
-        return head(hidden)
-    setattr(head, _WHEN, When.ALWAYS)
-    try:
-        return head(hidden)
-    finally:
-        setattr(head, _WHEN, when)
+        delattr(head, _TRAINS)
 
 
 def _again(module: nn.Module, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:

@@ -55,6 +55,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     """The engine of shards. With `ddp` beside it, FSDP2 on a mesh of two axes."""
     mesh = build.spec.mesh
     ensure_group(mesh.world)
+    fill = function_of(options.init, "fa.fsdp(init=)") if ":" in options.init else None
     built, values = _construct(build, options)
     if build.settings.captured:
         _check_parameters(built, set(), build)
@@ -63,8 +64,8 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     shard(built, build, options, dims)
     if options.init != "seeded":
         _fill(built, mesh, options, values)
-    if ":" in options.init:
-        _fill_by(function_of(options.init, "fa.fsdp(init=)"), built, mesh, build.seed)
+    if fill is not None:
+        _fill_by(fill, built, mesh, build.seed)
     # after `_fill`, which makes other parameters. FSDP2 does not move those that stay whole
     whole = [param for name, param in built.held() if dims[name] is None]
     for param in whole:

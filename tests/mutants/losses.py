@@ -74,7 +74,7 @@ MUTANTS = [
         (WAITING, "-k", "by_keyword"),
     ),
     Mutant(
-        "head: evaluation gets no logits", LOGITS, "(when is When.TRAINING and not torch.is_grad_enabled())", "False",
+        "head: evaluation gets no logits", LOGITS, "(getattr(module, _TRAINS) and torch.is_grad_enabled())", "getattr(module, _TRAINS)",
         (HEADS, "-k", "without_gradients and local"),
     ),
     Mutant(
@@ -82,7 +82,7 @@ MUTANTS = [
         (WAITING, "-k", "changed_in_place"),
     ),
     Mutant(
-        "waiting: memory that is used again is taken for what was there", MEMORY, " and held() is storage", "",
+        "waiting: memory that is used again is taken for what was there", MEMORY, " or waiting.storage() is not storage", "",
         (WAITING, "-k", "freed_memory"),
     ),
     Mutant(
@@ -90,8 +90,8 @@ MUTANTS = [
         (WAITING, "-k", "one_ahead"),
     ),
     Mutant(
-        "waiting: what was sent is kept for good", MEMORY, "self._known[place] = weakref.ref(storage), self._last",
-        "self._known[place] = weakref.ref(storage), lambda: waiting", (WAITING, "-k", "one_ahead"),
+        "waiting: what was sent is kept for good", MEMORY, "weakref.WeakValueDictionary[Any, _Waiting] = weakref.WeakValueDictionary()",
+        "dict[Any, _Waiting] = {}", (WAITING, "-k", "one_ahead"),
     ),
     Mutant(
         "filled: the random numbers of the script are those of the fill", "strategies/fsdp_engine.py", "        streams.put_back()\n", "        pass\n",

@@ -28,16 +28,17 @@ class _Waiting:
     """A tensor that waits on the host.
 
     Attributes:
+        storage: of the tensor that was sent.
         shape, strides, dtype, device: of it.
         host: its values. None if it has none, in an estimate.
         sent: the end of the copy to the host, on CUDA.
         before: what was sent before it, which comes back after it.
         coming: the tensor that is on its way back, and on CUDA the end of that copy.
         uses: how many blocks will ask for it.
-        back: the tensor that is back, as long as somebody has it.
-        held: the same, while a block will ask for it again.
+        back: the tensor that is back, while a block will ask for it again.
     """
 
+    storage: weakref.ref[torch.UntypedStorage]
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -47,8 +48,7 @@ class _Waiting:
     before: weakref.ref[_Waiting] | None = None
     coming: tuple[torch.Tensor, Any] | None = None
     uses: int = 0
-    back: weakref.ref[torch.Tensor] | None = None
-    held: torch.Tensor | None = None
+    back: torch.Tensor | None = None
 
 
 class HostMemory:
@@ -61,8 +61,8 @@ class HostMemory:
     def __init__(self) -> None:
         self.pinned = 0
         self._last: weakref.ref[_Waiting] | None = None
-        # by what a tensor is in memory: its storage, and what waits in its place
-        self._known: dict[Any, tuple[weakref.ref[Any], weakref.ref[_Waiting]]] = {}
+        # by what a tensor is in memory
+        self._known: weakref.WeakValueDictionary[Any, _Waiting] = weakref.WeakValueDictionary()
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
 
     @contextlib.contextmanager
@@ -84,38 +84,36 @@ class HostMemory:
             return tensor
         place = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         place += (_torch.version_of(tensor),)
-        held, known = self._known.get(place, (None, None))
-        waiting = known() if held is not None and known is not None and held() is storage else None
-        if waiting is None:
-            waiting = self._sent(tensor, size)
+        waiting = self._known.get(place)
+        if waiting is None or waiting.storage() is not storage:  # memory that is used again
+            waiting = self._known[place] = self._sent(tensor, size)
             waiting.before, self._last = self._last, weakref.ref(waiting)
-            self._known[place] = weakref.ref(storage), self._last
-            weakref.finalize(waiting, self._known.pop, place, None).atexit = False
         waiting.uses += 1
         return waiting
 
     def _unpack(self, kept: torch.Tensor | _Waiting) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
-        value = None if kept.back is None else kept.back()
+        value = kept.back
         if value is None:
             value, arrived = kept.coming or self._returning(kept)
-            kept.coming, kept.back = None, weakref.ref(value)
+            kept.coming = None
             if arrived is not None:
                 stream = torch.cuda.current_stream(kept.device)
                 stream.wait_event(arrived)
                 value.record_stream(stream)
         kept.uses -= 1
-        kept.held = value if kept.uses > 0 else None
+        kept.back = value if kept.uses > 0 else None
         before = None if kept.before is None else kept.before()
-        if before is not None and before.coming is None and (before.back is None or before.back() is None):
+        if before is not None and before.uses > 0 and before.coming is None and before.back is None:
             before.coming = self._returning(before)
         return value
 
     def _sent(self, tensor: torch.Tensor, size: int) -> _Waiting:
         cuda = tensor.device.type == "cuda"
         pin = cuda and self.pinned + size <= PINNED
-        waiting = _Waiting(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        storage = weakref.ref(tensor.untyped_storage())
+        waiting = _Waiting(storage, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if _is_fake(tensor):
             return waiting
         # torch keeps pinned memory that is free, and knows of which copies it is part
