@@ -83,7 +83,7 @@ class Meter:
                 yield
         except _torch.compile_errors() as error:
             self._note(datas)
-            if "recompile" in f"{type(error).__name__} {error}".lower():
+            if "recompile" in type(error).__name__.lower():
                 raise self._too_often() from error
             raise NotCompiledError(
                 f"torch can't compile this step: {_first_line(error)}",
@@ -167,4 +167,6 @@ def _last_place(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """What torch says first. Of an error in a backend that is the error's own line too."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith("raised:") else 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import types
 from collections.abc import Callable, Mapping
@@ -11,10 +12,11 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel import _torch
+from fnaccel import _lazy, _torch
 from fnaccel.errors import (
     ArgumentError,
     CapabilityError,
+    MissingBackendError,
     NotCompiledError,
     UnknownNameError,
     nearest,
@@ -155,6 +157,9 @@ class Compile:
     def _compiled(
         self, fn: Callable[..., Any], fullgraph: bool, graph_pass: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
+        if self.backend == "inductor":
+            with contextlib.suppress(MissingBackendError):  # slower without, and no different
+                _lazy.load("fnaccel.transforms.first_loss._torch").compile_quickly()
         options: dict[str, Any] = {"mode": self.mode}
         more = dict(self.options)
         if graph_pass is not None:

@@ -14,6 +14,22 @@ NORMS = "tests/transforms/test_batch_statistics.py"
 
 MUTANTS = [
     Mutant(
+        "kernels: all of a graph are its first", "transforms/first_loss/_torch.py", "return found[number]", "return found[0]",
+        ("tests/transforms/test_first_loss.py", "-k", "one_file and two and kernels_of"),
+    ),
+    Mutant(
+        "kernels: a macro of one counts for all", "transforms/first_loss/translation_unit.py",
+        "return not _DIRECTIVE.search(kernel)", "return True", ("tests/transforms/test_first_loss.py", "-k", "macro"),
+    ),
+    Mutant(
+        "kernels: a file that g++ refuses ends the step", "transforms/first_loss/_torch.py", "except exc.CppCompileError:",
+        "except ZeroDivisionError:", ("tests/transforms/test_first_loss.py", "-k", "by_themselves and two"),
+    ),
+    Mutant(
+        "an error of g++ is taken for the limit of recompilations", "program/compile_meter.py",
+        "type(error).__name__.lower()", "str(error).lower()", ("tests/transforms/test_first_loss.py", "-k", "limit"),
+    ),
+    Mutant(
         "a frozen batch norm is thawed by an evaluation", "models/module_modes.py",
         'vars(module)["training"] = training', 'vars(module)["training"] = True',
         (TRAPS, "-k", "evaluation and sgd-local-eager"),

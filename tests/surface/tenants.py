@@ -26,6 +26,7 @@ TENANTS = {
     "deepspeed": ["strategies/deepspeed"],
     "dvclive": ["track/dvclive.py"],
     "estimate": ["estimate", "cli/estimate.py"],
+    "first losses": ["transforms/first_loss"],
     "float8": ["transforms/float8"],
     "importing": ["config/importing", "cli/config/importing.py"],
     "interchange": ["interchange"],

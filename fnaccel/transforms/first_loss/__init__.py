@@ -1,0 +1,1 @@
+"""A compiled step that gives its first loss sooner."""
