@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # the rows of one file stay in one process, which has forked its ranks
 BOTH := -n 2 --dist loadfile
 
-.PHONY: demo test test-all test-long test-nvme test-gpu soak structure lint types check format bench bench-jax clean
+.PHONY: demo test test-all test-long test-nvme test-gpu gpu soak structure lint types check format bench bench-jax clean
 
 demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text and a report
 	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
@@ -116,6 +116,10 @@ soak: .venv/.dev  ## kill -9 a training run dozens of times, compare the bits at
 
 test-nvme: .venv/.dev  ## ZeRO-Infinity on a disk; compiles DeepSpeed's async_io, which takes minutes and libaio-dev
 	MAX_JOBS=2 $(BIN)/python -m pytest tests/nvme
+
+gpu: test-gpu  ## what one CUDA device must show, in ten minutes: tests, and the tables of a small GPT and of GPT-2
+	OMP_NUM_THREADS=1 python3 benchmarks/gpu.py
+	OMP_NUM_THREADS=1 python3 benchmarks/gpt2.py
 
 test-gpu:  ## training, big models and commands on a CUDA device, by the Python that has its torch
 	python3 -m pytest tests/gpu -p no:xdist

@@ -1,4 +1,4 @@
-"""What a train step of GPT-2 (124M parameters) costs on one GPU, in time and memory.
+"""What a train step of GPT-2 (124M parameters) costs on one GPU: time, beside the card's peak, and memory.
 
     OMP_NUM_THREADS=1 python benchmarks/gpt2.py [--quick]
 
@@ -8,6 +8,8 @@ It needs a CUDA device. Contestants run in one process, in turns; they must reac
 from __future__ import annotations
 
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +26,7 @@ from report import Row, compare, publish
 from torch.utils.data import TensorDataset
 
 import fnaccel as fa
+from fnaccel.seeing.throughput import PEAKS
 from fnaccel.transforms.compilation import own_code
 
 PEER = "Accelerate + torch.compile(model)"
@@ -59,12 +62,12 @@ def gpt2(small: bool = False) -> torch.nn.Module:
     return Logits()
 
 
-def gpt2_by_hand(make: Callable[[], torch.nn.Module], data: TensorDataset, batch: int) -> Any:
+def gpt2_by_hand(make: Callable[[], torch.nn.Module], data: TensorDataset, batch: int, backend: str) -> Any:
     """nanoGPT's loop: a compiled model under autocast, fused AdamW, batches that lie on the device."""
     model, optimizer, scheduler = one_process._parts(make, fused=True)
     device = data.tensors[0].device
     model.to(device).train()
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, backend=backend)
     while True:
         for rows in torch.arange(len(data)).split(batch):
             x, y = (column[rows[0] : rows[-1] + 1] for column in data.tensors)
@@ -78,9 +81,11 @@ def gpt2_by_hand(make: Callable[[], torch.nn.Module], data: TensorDataset, batch
             yield loss.detach()
 
 
-def gpt2_rows(options: Options, device: str = "cuda") -> list[Row]:
-    """A model of a size that people train: the time of a step, and the memory that it takes."""
-    smoke = device == "cpu"
+def gpt2_rows(options: Options) -> list[Row]:
+    """A model of a size that people train: the time of a step, its memory, and the time to the first loss."""
+    smoke = options.level == "smoke"
+    device = "cpu" if smoke else "cuda"
+    backend = "eager" if smoke else "inductor"  # no C++ for a test that everything runs
     rows, length = (2, 32) if smoke else (16, 1024)
     drawn = torch.randint(256 if smoke else 50257, (4 * rows, length + 1), device=device)
     data = TensorDataset(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
@@ -90,7 +95,8 @@ def gpt2_rows(options: Options, device: str = "cuda") -> list[Row]:
 
     def ours(compiling: dict[str, Any] | None) -> Iterator[torch.Tensor]:
         loss = fa.with_precision(fa.clip_norm(our_loss, 1.0), "bf16")
-        step = loss if compiling is None else fa.compile(loss, **compiling)
+        options = {"backend": backend, **(compiling or {}), **({"mode": None} if smoke else {})}
+        step = loss if compiling is None else fa.compile(loss, **options)
         train_step = fa.train_step(step, model=fa.distribute(make, fa.local()), optimizer=our_optimizer())
         state = train_step.init(seed=one_process.SEED)
         while True:
@@ -106,44 +112,65 @@ def gpt2_rows(options: Options, device: str = "cuda") -> list[Row]:
             fused=True,
             batch=rows,
             cpu=smoke,
-            dynamo_backend="inductor",
+            dynamo_backend=backend,
             mixed_precision="bf16",
         )
 
     peak: Samples = {}
+    first: Samples = {}
     losses: dict[str, list[float]] = {}
     with fa.start(device=device):
-        makers = {HAND: lambda: gpt2_by_hand(make, data, rows), f"{PEER}, fused AdamW": accelerate}
+        makers = {HAND: lambda: gpt2_by_hand(make, data, rows, backend), f"{PEER}, fused AdamW": accelerate}
         makers |= {name: lambda compiling=compiling: ours(compiling) for name, compiling in OURS.items()}
         loops = present({name: maker() for name, maker in makers.items()})
         for name, loop in loops.items():
-            losses[name], peak[name] = _first_steps(loop, device)
+            losses[name], peak[name], first[name] = _first_steps(loop, device)
             print(f"{name}: losses {losses[name]}, peak {peak[name][0]:.0f} MiB", flush=True)
         agree(losses, tolerance=1e-2)  # of bf16
         calls, blocks = 2 if smoke else 10, options.pick(9, 5, 1)
         samples = race({name: loop.__next__ for name, loop in loops.items()}, blocks=blocks, calls=calls)
     what = GPT2.format(rows=rows, length=length)
+    print(f"fnaccel: {rows * length / statistics.median(samples['fnaccel']):,.0f} tokens a second")
+    samples |= {limit: [least] * blocks for limit, least in _at_peak(make(), rows, length).items()}
     return [
         *compare(f"step, {what}", samples, {HAND: 0.97}, "ms"),
         *compare(f"peak memory, {what}", peak, {HAND: 1.0}, "MiB"),
+        *compare(f"first loss, {what}", first, unit="s"),
     ]
 
 
-def _first_steps(loop: Iterator[torch.Tensor], device: str) -> tuple[list[float], list[float]]:
-    """The first five losses, and the MiB that these steps take at most beside what lay there."""
-    if device == "cpu":
-        return [float(next(loop)) for _ in range(5)], [1.0]
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    found = [float(next(loop)) for _ in range(5)]
-    return found, [(torch.cuda.max_memory_allocated() - before) / 2**20]
+def _first_steps(loop: Iterator[torch.Tensor], device: str) -> tuple[list[float], list[float], list[float]]:
+    """The first five losses, the MiB that these steps take at most, and the seconds to the first."""
+    if device != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = 0 if device == "cpu" else torch.cuda.memory_allocated()
+    began = time.perf_counter()
+    found = [float(next(loop))]
+    seconds = time.perf_counter() - began
+    found += [float(next(loop)) for _ in range(4)]
+    peak = 2**20 if device == "cpu" else torch.cuda.max_memory_allocated() - before
+    return found, [peak / 2**20], [seconds]
+
+
+def _at_peak(model: torch.nn.Module, rows: int, length: int) -> dict[str, float]:
+    """The seconds of a step if the card did nothing but multiply, by the name of that limit.
+
+    A token takes 6 operations for each parameter, and 12 for each layer, width and position (attention), as
+    in the appendix of PaLM, arXiv:2204.02311. Positions are only added.
+    """
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    config = model.inner.config
+    count = sum(p.numel() for p in model.parameters()) - config.n_positions * config.n_embd
+    flops = (6 * count + 12 * config.n_layer * config.n_embd * length) * rows * length
+    found = [tera for name, tera in PEAKS.items() if name in card]
+    return {f"the card's peak, {tera:.0f} TFLOP/s": flops / tera / 1e12 for tera in found[:1]}
 
 
 def main() -> None:
     """Run the race."""
     options = begin("gpt2", __doc__, (), ("Accelerate",))
-    if not torch.cuda.is_available():
+    if options.level != "smoke" and not torch.cuda.is_available():
         raise SystemExit("benchmarks/gpt2.py needs a CUDA device")
     publish(options, gpt2_rows(options))
 

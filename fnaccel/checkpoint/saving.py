@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from fnaccel import tree
 from fnaccel.checkpoint.all_ranks import together
@@ -22,6 +21,7 @@ from fnaccel.checkpoint.format.values import encode
 from fnaccel.checkpoint.stored_states import ALL, Replica
 from fnaccel.checkpoint.writing import Hold, Writing
 from fnaccel.collectives.objects import gather_objects
+from fnaccel.collectives.signature import is_dtensor
 from fnaccel.data.shard import HandReads
 from fnaccel.engine.engine import Layout
 from fnaccel.engine.same_rows import checksum
@@ -253,7 +253,7 @@ def _compare(
 
 def _checksum(values: Tree) -> str:
     """Of all leaves but shards, which differ between ranks."""
-    return checksum([leaf for leaf in tree.leaves(values) if not isinstance(leaf, DTensor)])
+    return checksum([leaf for leaf in tree.leaves(values) if not is_dtensor(leaf)])
 
 
 class _ComparedExtras:
@@ -304,7 +304,7 @@ def _digest(name: str, value: Tree, where: str, compared: Collection[str]) -> tu
     plain = checksum([json.dumps(encoded.structure)])
     if kinds in compared:
         return kinds, plain
-    tensors = [x.detach() for x in encoded.tensors.values() if not isinstance(x, DTensor)]
+    tensors = [x.detach() for x in encoded.tensors.values() if not is_dtensor(x)]
     return kinds, plain + checksum([x.reshape(-1)[:: 1 + x.nbytes // _SAMPLED] for x in tensors])
 
 

@@ -178,13 +178,18 @@ def bad_source(src: int, size: int, name: str) -> ArgumentError | None:
     )
 
 
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor. Before its module is imported, which takes 1 s, no value is one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def _not_plain(value: tree.Tree, at: int, leaf: Tree, name: str) -> ArgumentError | None:
-    tensors = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only once that is imported
     if not isinstance(leaf, torch.Tensor):
         what = f"{type(leaf).__name__}, not a tensor"
         other = "collectives.broadcast_objects" if name == "broadcast" else "collectives.gather_objects"
         fix = f"wrap it as torch.tensor(...), or use fa.{other} for Python objects"
-    elif tensors is not None and isinstance(leaf, tensors.DTensor):
+    elif is_dtensor(leaf):
         what = "a DTensor: it is spread over ranks already"
         fix = "pass leaf.full_tensor() for the whole, or leaf.to_local() for this rank's part"
     elif leaf.is_meta:

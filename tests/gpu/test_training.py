@@ -50,6 +50,7 @@ STEPS_OF = {
     "skips": fa.skip_nonfinite(fa.clip_norm(loss_fn, 0.1)),
     "average": fa.with_ema(loss_fn, 0.9),
     "remat": fa.remat(loss_fn),
+    "activations on the host": fa.remat(loss_fn, save="offload"),
     "weight": fa.with_weight(loss_fn, lambda batch: len(batch[1])),
 }
 STRATEGIES = {
@@ -248,6 +249,21 @@ def test_parameters_as_values(strategy):
 
     for change in (lambda step: step, lambda step: fa.accumulate(step, 4), fa.remat):
         near(trained(change(maml), STRATEGIES[strategy]), trained(maml, device="cpu"), 1e-4)
+
+
+def test_a_head_in_chunks():
+    """Loss and gradients of a linear layer and cross entropy, the largest tensor a chunk's."""
+
+    def found(device):
+        drawn = torch.Generator().manual_seed(0)
+        hidden, weight = (
+            torch.randn(*s, generator=drawn).to(device).requires_grad_() for s in ((96, 16), (211, 16))
+        )
+        labels = torch.randint(0, 211, (96,), generator=drawn).to(device)
+        loss = fa.losses.linear_cross_entropy(hidden, weight, labels, rows=32, z_loss=1e-3, reduction="sum")
+        return [x.cpu() for x in (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))]
+
+    torch.testing.assert_close(found("cuda"), found("cpu"), rtol=1e-4, atol=1e-4)
 
 
 def test_a_loader_prefetches_through_pinned_memory():

@@ -38,6 +38,16 @@ def test_importing_loads_no_torch():
     assert done.stdout.split() == ["False", fa.__version__]
 
 
+def test_a_training_script_imports_no_dtensor():
+    """`torch.distributed.tensor` and sympy, which it needs, take longer to import than all of torch."""
+    code = (
+        "import sys, fnaccel as fa; fa.start, fa.distribute, fa.train_step, fa.adamw, fa.shard, fa.scan, fa.save;"
+        "print({'torch', 'torch.distributed.tensor', 'sympy'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["{'torch'}"]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_names_are_those_that_a_type_checker_sees(package):
     for module, name in stated(package):
