@@ -69,8 +69,7 @@ ROWS = {
         "2 ranks, accumulate 4, compiled, small GPT": ("DDP by hand, compiled", "DDP by hand, eager", "fnaccel, scope loss", "fnaccel, eager"),
         "2 ranks FSDP2 (ZeRO-3), accumulate 4, compiled, small GPT": ("FSDP2 by hand, compiled blocks", "FSDP2 by hand, eager", "fnaccel, scope block", "fnaccel, eager"),
         "compiled step, small GPT, 1 process, 1 x 64 tokens": (
-            "Accelerate + torch.compile(model)", "Accelerate + torch.compile(model), fused AdamW",
-            "torch.compile(model) by hand", "torch.compile(model) by hand, fused AdamW", *SCOPES,
+            PEER, f"{PEER}, fused AdamW", "torch.compile(model) by hand", COMPILED_BY_HAND, *SCOPES,
         ),
         "2 layers: compiled step, 2 x 64 tokens": (*SCOPES, COMPILED),
         "3 layers: compiled step, 2 x 64 tokens": (*SCOPES, COMPILED),

@@ -9,6 +9,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch._inductor import async_compile, cpu_vec_isa, exc
+from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
+
 from fnaccel.transforms.first_loss.translation_unit import as_one_file, fits, name_of
 
 _PER_FILE = 64
@@ -22,8 +25,6 @@ def compile_quickly() -> None:
     What is computed stays the same, and what torch has compiled stays in use. Where torch's names are others,
     nothing changes.
     """
-    from torch._inductor import async_compile, cpu_vec_isa  # noqa: PLC0415 - slow to import
-
     instructions: Any = cpu_vec_isa
     names = {"valid_vec_isa_list", "supported_vec_isa_list", "x86_isa_checker"}
     able = instructions.x86_isa_checker() if names <= vars(cpu_vec_isa).keys() else []
@@ -34,7 +35,7 @@ def compile_quickly() -> None:
         instructions.valid_vec_isa_list = lambda: _TriedInTurn(known)
     compiler: Any = async_compile.AsyncCompile
     if {"cpp_pybinding", "wait", "submit"} <= vars(compiler).keys() and os.name == "posix":
-        compiler.cpp_pybinding, compiler.wait = _beside_others(async_compile)
+        compiler.cpp_pybinding, compiler.wait = _beside_others(compiler.cpp_pybinding, compiler.wait)
 
 
 class _TriedInTurn(Sequence[Any]):
@@ -59,11 +60,8 @@ class _TriedInTurn(Sequence[Any]):
         return any(self)
 
 
-def _beside_others(module: Any) -> tuple[Any, Any]:
+def _beside_others(alone: Callable[..., Any], wait_alone: Callable[..., None]) -> tuple[Any, Any]:
     """The two methods of torch's compiler that generated code calls: for each kernel, and at its end."""
-    from torch._inductor.codecache import LambdaFuture  # noqa: PLC0415
-
-    alone, wait_alone = module.AsyncCompile.cpp_pybinding, module.AsyncCompile.wait
 
     class Kernel(LambdaFuture):
         """One of a graph's, which are compiled when the first is asked for."""
@@ -71,12 +69,12 @@ def _beside_others(module: Any) -> tuple[Any, Any]:
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
         if not fits(source_code):
             return alone(self, argtypes, source_code)
-        submit = self.submit if module.get_compile_threads() > 1 else None
+        submit = self.submit if async_compile.get_compile_threads() > 1 else None
         graph: _Kernels = vars(self).setdefault("fnaccel_kernels", _Kernels(submit))
         number = graph.add(argtypes, source_code)
 
         def kernel() -> Any:
-            found = graph.loaded()
+            found = graph.functions
             if found is not None:
                 return found[number]
             one = alone(self, argtypes, source_code)  # the function itself where torch has one thread
@@ -104,23 +102,19 @@ class _Kernels:
         self._texts.append(_with_binding(argtypes, source))
         return len(self._texts) - 1
 
-    @functools.cache  # noqa: B019 - lives as long as the graph is compiled
-    def loaded(self) -> list[Any] | None:
-        """The functions. None if the compiler does not take them as one file."""
-        from torch._inductor import exc  # noqa: PLC0415
-
+    @functools.cached_property
+    def functions(self) -> list[Any] | None:
+        """The kernels as Python functions. None if the compiler does not take them as one file."""
         try:
             parts = [self._texts[i : i + _PER_FILE] for i in range(0, len(self._texts), _PER_FILE)]
             files = [_file(part, self._submit) for part in parts]  # all begin before the first is waited for
-            return [function for functions in files for function in functions()]
+            return [function for loaded in files for function in loaded()]
         except exc.CppCompileError:
             return None
 
 
 def _with_binding(argtypes: Sequence[str], source: str) -> str:
     """A kernel, and torch's text that makes a Python module of it."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache  # noqa: PLC0415
-
     texts: list[str] = []
 
     class Text(CppPythonBindingsCodeCache):
@@ -134,8 +128,6 @@ def _with_binding(argtypes: Sequence[str], source: str) -> str:
 
 def _file(texts: Sequence[str], submit: Callable[..., Any] | None) -> Callable[[], list[Any]]:
     """Compile one file, if the cache lacks it. Returns what waits for its functions."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache  # noqa: PLC0415
-
     count = len(texts)
 
     class OneFile(CppPythonBindingsCodeCache):
@@ -154,7 +146,6 @@ def _file(texts: Sequence[str], submit: Callable[..., Any] | None) -> Callable[[
 
 def _function(path: str, key: str, name: str) -> Any:
     """Load one of the Python modules of a compiled file."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache  # noqa: PLC0415
 
     class One(CppPythonBindingsCodeCache):
         entry_function = name
