@@ -1,4 +1,7 @@
-"""Writes docs/api.md and docs/errors.md from the docstrings: `python docs/reference.py`.
+"""Writes docs/reference/ and docs/errors.md from the docstrings: `python docs/reference.py`.
+
+There is a page for each topic, and an index of all names. The anchor of a name is the name in lower case without dots:
+`reference/transforms.md#clip_norm`, `reference/transforms.md#transformsfloat8`. docs/site.py builds the site.
 
 A test fails if the files are out of date, or if a public name is in no group.
 """
@@ -120,6 +123,8 @@ METHODS = {
 
 HEAD = "<!-- written by docs/reference.py from the docstrings -->\n"
 EXAMPLES = """\
+## Names in the examples
+
 A test executes every example. The examples use these names:
 
 | name | |
@@ -138,18 +143,57 @@ SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Example|Fails|Works)(, on
 MODULE_PREFIX = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])")
 
 
-def api() -> str:
-    """The text of docs/api.md: a section for each group, and an entry for each name."""
-    parts = [HEAD, "# API\n", "Each name is `fa.NAME` after `import fnaccel as fa`.\n", EXAMPLES]
-    for group, names in GROUPS.items():
-        parts.append(f"## {group}\n")
-        for name in names:
-            parts += _entry(name, operator.attrgetter(name)(fa))
+def pages() -> dict[str, str]:
+    """The text of each generated page, by its path in docs/."""
+    topics = {topic_path(topic): _topic(topic, names) for topic, names in GROUPS.items()}
+    return {"reference/README.md": _index(), **topics, "errors.md": mistakes()}
+
+
+def topic_path(topic: str) -> str:
+    """The page of a topic, by its path in docs/."""
+    return f"reference/{re.sub(r'[^a-z]+', '-', topic.lower())}.md"
+
+
+def heading_of(name: str) -> str:
+    """The heading of a public name. `random.Key` and `random.key` would have the same anchor."""
+    lowered = [each.lower() for names in GROUPS.values() for each in names]
+    same = lowered.count(name.lower()) > 1 and name.lower() != name
+    return f"`{name}` (class)" if same else f"`{name}`"
+
+
+def anchor_of(name: str) -> str:
+    """The anchor of a public name, as GitHub and the site make it from the heading."""
+    return re.sub(r"[^\w -]", "", heading_of(name).lower()).replace(" ", "-")
+
+
+def _index() -> str:
+    """The index: each name with its link and the first line of its docstring."""
+    parts = [HEAD, "# Reference\n", "Each name is `fa.NAME` after `import fnaccel as fa`.\n"]
+    for topic, names in GROUPS.items():
+        page = topic_path(topic).removeprefix("reference/")
+        lines = [f"- [`{name}`]({page}#{anchor_of(name)}): {_summary(name)}" for name in names]
+        parts += [f"## {topic}\n", "\n".join(lines) + "\n"]
+    parts += ["The [error classes](../errors.md) have a page of their own.\n", EXAMPLES]
+    return "\n".join(parts)
+
+
+def _summary(name: str) -> str:
+    """The first sentence of a docstring."""
+    paragraph = (inspect.getdoc(operator.attrgetter(name)(fa)) or "").partition("\n\n")[0]
+    return re.split(r"(?<=\.)\s", paragraph.replace("\n", " "), maxsplit=1)[0]
+
+
+def _topic(topic: str, names: list[str]) -> str:
+    """The page of a topic: an entry for each name."""
+    note = "Each name is `fa.NAME` after `import fnaccel as fa`. [All names, and those that the examples use](README.md).\n"
+    parts = [HEAD, f"# Reference: {topic[0].lower()}{topic[1:]}\n", note]
+    for name in names:
+        parts += _entry(name, operator.attrgetter(name)(fa))
     return "\n".join(parts)
 
 
 def _entry(path: str, value: object) -> list[str]:
-    parts = [f"### `{path}`\n"]
+    parts = [f"## {heading_of(path)}\n"]
     name = path.rpartition(".")[2]
     if callable(value) and (not inspect.isclass(value) or name in CONSTRUCTORS):
         parts.append(_signature(name, value))
@@ -167,9 +211,9 @@ def _members(name: str, kind: type) -> list[str]:
             function = getattr(kind, member)
         if isinstance(function, property):
             returns = inspect.signature(function.fget).return_annotation
-            parts.append(f"#### `{name}.{member}: {_bare(returns)}`\n")
+            parts += [f"### `{name}.{member}`\n", f"```pyi\n{member}: {_bare(returns)}\n```\n"]
         else:
-            parts += [f"#### `{name}.{member}`\n", _signature(member, function)]
+            parts += [f"### `{name}.{member}`\n", _signature(member, function)]
         parts.append(_as_markdown(inspect.getdoc(function) or ""))
     return parts
 
@@ -263,7 +307,7 @@ def mistakes() -> str:
         "Every message has three lines: what happened, `where:`, and the `fix:`. Every class is an `fa.errors.FnaccelError`,\n"
         "and also the built-in class that a caller expects (`ValueError`, `RuntimeError`, ...).\n",
         "A test executes both parts of each section. `Fails` raises the error, and `Works` does not. The names in the\n"
-        "examples are those of the [API](api.md#api).\n",
+        "examples are those of the [reference](reference/README.md#names-in-the-examples).\n",
     ]
     for name, kind in vars(errors).items():
         if (
@@ -280,5 +324,10 @@ def mistakes() -> str:
 
 if __name__ == "__main__":
     here = Path(__file__).parent
-    (here / "api.md").write_text(api())
-    (here / "errors.md").write_text(mistakes())
+    texts = pages()
+    for page in (here / "reference").glob("*.md"):
+        if f"reference/{page.name}" not in texts:
+            page.unlink()
+    for path, text in texts.items():
+        (here / path).parent.mkdir(exist_ok=True)
+        (here / path).write_text(text)

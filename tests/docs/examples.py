@@ -180,7 +180,7 @@ def _dataset():
 
 
 def namespace(world, code):
-    """The names that an example of a public name can use. docs/api.md lists them."""
+    """The names that an example of a public name can use. docs/reference/README.md lists them."""
     dataset = _dataset()
     loader = DataLoader(dataset, batch_size=4)
     names = {
@@ -198,7 +198,7 @@ def namespace(world, code):
 
 
 GROUPS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "reference.py"))["GROUPS"]
-"""The public names, as docs/api.md lists them."""
+"""The public names, as docs/reference lists them."""
 
 
 @functools.cache

@@ -20,7 +20,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
     *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
     ROOT / "benchmarks" / "README.md",
     ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md",

@@ -50,7 +50,7 @@ def test_each_test_of_accelerate_stands_on_the_page(section):
 def test_what_the_page_cites_exists(section):
     for names, verdict, where in SECTIONS[section]:
         cited = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", where)
-        pages = re.findall(r"\]\(([\w-]+\.md)\)", where)
+        pages = re.findall(r"\]\(([\w/-]+\.md)(?:#[\w-]+)?\)", where)
         assert bool(cited) if verdict == "kept" else bool(pages) == (verdict == "differently"), names
         missing = [f"{path}::{name}" for path, name in cited if name not in names_in(path)]
         assert not missing, names

@@ -11,6 +11,7 @@ import inspect
 import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -22,7 +23,7 @@ import fnaccel as fa
 from tests.docs.names import PAGES as LINKED
 from tests.docs.names import ROOT, resolve
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -34,7 +35,7 @@ def blocks(page):
 
 
 @pytest.mark.long_except(r"^(?!performance|meta-learning|estimate)")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)).removeprefix("docs/"))
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -79,9 +80,13 @@ def dead_links(page):
 
 def anchors(page):
     """The anchors that the hosting site makes of the headings of a page."""
+    return set(heading_anchors(page))
+
+
+def heading_anchors(page):
     lines = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines()
     headings = [line.lstrip("#").strip().lower() for line in lines if line.startswith("#")]
-    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
+    return [re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings]
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
@@ -153,41 +158,64 @@ def _all_blocks(page):
         yield found[1], found[2], found[3], 0
 
 
-@pytest.mark.parametrize("name", ["api", "errors"])
-def test_the_reference_is_current(name):
-    """`python docs/reference.py` writes these pages; a public name has to be in a group."""
-    import runpy
+WRITTEN = [path for path in PAGES if path.parent.name == "reference" or path.name == "errors.md"]
+"""The pages that docs/reference.py writes."""
 
+
+def test_the_reference_is_current():
+    """`python docs/reference.py` writes these pages; a public name has to be in a group."""
+    made = runpy.run_path(str(ROOT / "docs" / "reference.py"))["pages"]()
+    assert {str(path.relative_to(ROOT / "docs")): path.read_text() for path in WRITTEN} == made
+
+
+def test_the_reference_has_one_page_for_a_topic_and_an_index():
     reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
-    made = {"api": reference["api"], "errors": reference["mistakes"]}[name]()
-    assert (ROOT / "docs" / f"{name}.md").read_text() == made
+    index = (ROOT / "docs" / "reference" / "README.md").read_text()
+    for topic, names in reference["GROUPS"].items():
+        page = ROOT / "docs" / reference["topic_path"](topic)
+        listed = re.search(rf"^## {topic}\n\n(.*?)\n\n", index, re.DOTALL | re.MULTILINE)
+        assert re.findall(r"^- \[`([\w.]+)`\]\(([\w-]+\.md)#[\w-]+\): \S", listed[1], re.MULTILINE) == [
+            (name, page.name) for name in names
+        ]
+        assert len(listed[1].splitlines()) == len(names), "one line each"
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_an_anchor_of_the_reference_is_one_name(page):
+    """GitHub and the site count the second heading of a name in ways of their own."""
+    found = heading_anchors(page)
+    assert sorted(set(found)) == sorted(found)
 
 
 NAMESPACES = tuple(name for name in fa.__all__ if inspect.ismodule(getattr(fa, name)))
 
 
 def undocumented(text, things, api):
-    """Functions and classes `fa.namespace.name` that a page names and api.md has no entry for."""
+    """Functions and classes `fa.namespace.name` that a page names and the reference has no entry for."""
     for chain in re.findall(rf"(?<![\w./])fa\.((?:{'|'.join(NAMESPACES)})\.\w+)", text):
         with contextlib.suppress(AttributeError):  # another test finds names that don't exist
             value = resolve(f"fa.{chain}", things)
-            entries = (f"### `{chain}`\n", f"## {chain.removeprefix('errors.')}\n")
+            entries = (
+                f"\n## `{chain}`\n",
+                f"\n## `{chain}` (class)\n",
+                f"\n## {chain.removeprefix('errors.')}\n",
+            )
             if not inspect.ismodule(value) and not any(entry in api for entry in entries):
                 yield chain
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_the_reference_has_each_namespace(namespace):
-    page = "errors" if namespace == "errors" else "api"
-    entry = r"^## \w+Error$" if namespace == "errors" else rf"^### `{namespace}\.\w+`$"
-    assert len(re.findall(entry, (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)) > 1
+    pages = [path for path in WRITTEN if (path.name == "errors.md") == (namespace == "errors")]
+    entry = r"^## \w+Error$" if namespace == "errors" else rf"^## `{namespace}\.\w+`( \(class\))?$"
+    assert sum(len(re.findall(entry, path.read_text(), re.MULTILINE)) for path in pages) > 1
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_reference_has_what_pages_name(page, things):
-    api = (ROOT / "docs" / "api.md").read_text() + (ROOT / "docs" / "errors.md").read_text()
+    api = "".join(path.read_text() for path in WRITTEN)
     assert sorted(set(undocumented(page.read_text(), things, api))) == []
 
 
 def test_a_name_without_an_entry_is_found(things):
-    assert list(undocumented("`fa.tree.map` fa.tree.join", things, "### `tree.map`\n")) == ["tree.join"]
+    assert list(undocumented("`fa.tree.map` fa.tree.join", things, "\n## `tree.map`\n")) == ["tree.join"]
