@@ -93,6 +93,18 @@ test-xla: .venv-xla/.xla  ## the XLA strategy on virtual devices, and a sample o
 		"hypothesis>=6.100" "pytest>=9" "pytest-timeout>=2.3" "expecttest>=0.2"
 	touch $@
 
+# MkDocs and its theme: the site of docs/, which no test of `make test` needs
+DOCS := .venv-docs/bin
+.PHONY: docs
+
+docs: .venv-docs/.docs  ## the site of the pages, in site/: open site/index.html
+	$(DOCS)/python docs/build_site.py
+
+.venv-docs/.docs: docs/constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS)/python -m pip install --quiet --no-compile -c docs/constraints.txt mkdocs-material
+	touch $@
+
 # any other torch and Python, in an environment of its own (a build for CUDA has 7 GB):
 # make test-version TORCH=2.9.1 PYTHON=python3.12
 TORCH ?= 2.13.0

@@ -1,7 +1,7 @@
 """Writes docs/reference/ and docs/errors.md from the docstrings: `python docs/reference.py`.
 
 There is a page for each topic, and an index of all names. The anchor of a name is the name in lower case without dots:
-`reference/transforms.md#clip_norm`, `reference/transforms.md#transformsfloat8`. docs/site.py builds the site.
+`reference/transforms.md#clip_norm`, `reference/transforms.md#transformsfloat8`. docs/build_site.py builds the site.
 
 A test fails if the files are out of date, or if a public name is in no group.
 """
@@ -138,8 +138,9 @@ A test executes every example. The examples use these names:
 | `train_step`, `state` | a train step of `loss_fn` with `fa.sgd(0.1)`, and its first state |
 """
 WIDTH = 100
-TEXT, END = "```text\n", "\n```\n"
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Example|Fails|Works)(, on \d+ ranks)?:")
+ITEM = re.compile(r"^([\w.*]+(?:, [\w.*]+)*): ?")
+"""The start of an item of `Args:`: one name or several."""
 MODULE_PREFIX = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])")
 
 
@@ -269,7 +270,7 @@ def _bare(annotation: object) -> str:
 
 
 def _as_markdown(doc: str) -> str:
-    """A docstring as Markdown: prose as it is, `Args:` and the like as text, examples as code."""
+    """A docstring as Markdown: prose as it is, `Args:` and the like as lists, examples as code."""
     parts: list[str] = []
     prose: list[str] = []
     lines = doc.splitlines()
@@ -283,8 +284,7 @@ def _as_markdown(doc: str) -> str:
             body.append(lines.pop(0))
         parts += [_joined(prose), _section(line, body)]
         prose = []
-    whole = "\n".join(part for part in [*parts, _joined(prose)] if part)
-    return whole.replace(f"{END}\n{TEXT}", "\n\n")  # neighbours share one block
+    return "\n".join(part for part in [*parts, _joined(prose)] if part)
 
 
 def _joined(lines: list[str]) -> str:
@@ -296,7 +296,11 @@ def _section(heading: str, body: list[str]) -> str:
     text = textwrap.dedent("\n".join(body)).strip()
     if text.startswith((">>>", "$")):
         return f"{heading}\n\n```{'pycon' if text.startswith('>') else 'console'}\n{text}\n```\n"
-    return f"{TEXT}{chr(10).join([heading, *body]).strip()}{END}"
+    name = heading.rstrip(":")
+    if not all(ITEM.match(line) for line in text.splitlines() if line[:1].strip()):
+        return f"**{name}**: {text}\n"
+    items = [ITEM.sub(r"- `\1`: ", line) if line[:1].strip() else line for line in text.splitlines()]
+    return f"**{name}**\n\n{chr(10).join(items)}\n"
 
 
 def mistakes() -> str:

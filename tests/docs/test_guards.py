@@ -24,6 +24,7 @@ SPANNING = (
     "mutants",
     "parity",
     "promises",
+    "site",
     "soak",
     "surface",
 )
