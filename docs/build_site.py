@@ -37,7 +37,7 @@ TOKEN = re.compile(
 NAME = re.compile(r"`fa\.([A-Za-z_][\w.]*)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 BOOST = {
-    "reference/": 0.4,
+    "reference/": 0.7,
     "repository/": 0.2,
     "decisions.md": 0.3,
     "accelerate-tests.md": 0.2,
