@@ -36,6 +36,8 @@ def describe(state: Tree, ranks: int) -> dict[str, Any]:
             if instance.learned.source is not None:
                 facts["data"] = dict(instance.learned.source)
             facts["transient_buffers"] = instance.transient()
+            if instance.meter is not None and instance.meter.found.since is not None:
+                facts["compiled_since"] = instance.meter.found.since
             if instance.engine.hooks.init is not None:
                 facts["axis_state"] = instance.engine.name
     return facts

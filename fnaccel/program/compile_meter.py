@@ -13,6 +13,7 @@ import torch
 
 from fnaccel import _torch, tree
 from fnaccel.data.micro_batches import MicroBatches
+from fnaccel.engine.totals import Question
 from fnaccel.errors import ArgumentError, NotCompiledError, RecompileLimitError
 from fnaccel.step.settings import Compiler
 from fnaccel.world.progress_marks import mark_compilations
@@ -31,6 +32,7 @@ class Compilation:
         seconds: time of the calls in which something was compiled.
         cache_hits, cache_misses: graphs of inductor (forward and backward apart) that came from the
             cache on disk, and that did not.
+        since: with `background=`, the step from which compiled code runs. None before.
 
     Example:
         >>> step = fa.compile(loss_fn, "loss", backend="aot_eager")
@@ -46,6 +48,7 @@ class Compilation:
     seconds: float = 0.0
     cache_hits: int = 0
     cache_misses: int = 0
+    since: int | None = None
 
 
 class Meter:
@@ -58,10 +61,23 @@ class Meter:
         self._shapes: dict[str, list[str]] = {}
         self.found = Compilation(scope=settings.scope)
 
-    def check(self) -> None:
+    def begin(self, step: int, batch: Any) -> None:
         """Raise RecompileLimitError if the step was compiled too often. Nothing was changed."""
         if self.found.recompilations > self._settings.limit:
             raise self._too_often()
+        if self.waits:
+            process = self._settings.process
+            process.begin(step, batch)
+            self.found = attrs.evolve(self.found, since=process.since)
+
+    @property
+    def waits(self) -> bool:
+        """Whether steps run uncompiled, since a process still compiles."""
+        return self._settings.process is not None and not self._settings.process.over
+
+    def questions(self) -> list[Question]:
+        """What ranks ask each other before they go over to compiled code."""
+        return [self._settings.process] if self.waits else []
 
     @contextlib.contextmanager
     def watch(self, micro_batches: MicroBatches) -> Generator[None]:
@@ -72,6 +88,9 @@ class Meter:
             NotCompiledError: torch can't compile it, or found nothing to compile.
             RecompileLimitError: torch gave up compiling again.
         """
+        if self.waits:
+            yield
+            return
         datas = [part.data for part in micro_batches]
         for pattern, dims in self._settings.dims:
             self._mark(datas, pattern, dims)

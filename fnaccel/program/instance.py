@@ -275,7 +275,7 @@ class Instance:
         if self.same_rows is not None:
             self.same_rows.check(state.data.epoch, cut)
         if self.meter is not None:
-            self.meter.check()
+            self.meter.begin(state.step, batch)
         apart = self._apart is not None and self.skips.in_a_row  # replicas agree on it when they average
         if not apart or self.engine.layout.whole_from(state.step) == state.step:
             self.skips.check()
@@ -312,7 +312,7 @@ class Instance:
     def totals(self, micro_batches: MicroBatches, notice: Notice | None) -> Totals:
         """The totals of one update, with the questions that ranks ask each other."""
         engine = self.engine
-        questions: list[Question] = []
+        questions: list[Question] = [] if self.meter is None else self.meter.questions()
         if self.alone:
             notice = None  # other replicas get no answer: the stop request waits for the next average
         elif notice is not None:

@@ -271,7 +271,7 @@ class StepGraph:
             layout = engine.layout
             device = layout.mesh.world.device
             gradients = Gradients(layout.leaves, list(grads), multiplier, self._held_by, device)
-            gradients.uncounted = is_uncounted(metrics["weight"])
+            gradients.uncounted = filled(is_uncounted(metrics["weight"]), torch.float32, device)
             info = Info(
                 step=0 if given.step is None else given.step,
                 updates=given.number - 1,

@@ -39,6 +39,11 @@ class Compiler(Protocol):
         ...
 
     @property
+    def process(self) -> Any:
+        """What compiles while steps run uncompiled, or None."""
+        ...
+
+    @property
     def dims(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """(pattern of a leaf's path, dimensions that vary) for leaves of the batch."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import types
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ from fnaccel.step.chain import takes_step
 from fnaccel.step.choices import Scope
 from fnaccel.step.settings import Settings
 from fnaccel.step.spec import Spec, obstacle_to_capture
-from fnaccel.step.step import Capability, Phase, Transform
+from fnaccel.step.step import Capability, Phase, Step, Transform
 
 _NEEDS: dict[str, frozenset[Capability]] = {
     "auto": frozenset(),
@@ -49,7 +50,7 @@ def _to_dims(dynamic: object) -> Any:
 class Compile:
     """The options of `fa.compile`. `mode`, `options` and `fullgraph` are those of `torch.compile`.
 
-    `why` is the reason for the scope, if the user gave none.
+    `why` is the reason for the scope, if the user gave none. `process` compiles in the background.
     """
 
     scope: Scope = "auto"
@@ -60,7 +61,9 @@ class Compile:
     fullgraph: bool = False
     units: Units = "block"
     limit: int = 8
+    background: bool | int = False
     why: str = ""
+    process: Any = attrs.field(default=None, eq=False)
     # blocks are compiled after all other changes to modules: torch.compile sees the final forward
     last_of_phase: ClassVar[bool] = True
 
@@ -83,10 +86,17 @@ class Compile:
                 where=f"strategy {spec.strategy}",
                 fix="fa.compile(step) without a scope chooses one that can",
             )
-        if self.scope != "auto":
-            return as_transform(self)
-        scope, why = _choose(spec.strategy.capabilities(), obstacle)
-        return as_transform(attrs.evolve(self, scope=scope, why=f"chosen: {why}"))
+        found = self
+        if self.scope == "auto":
+            scope, why = _choose(spec.strategy.capabilities(), obstacle)
+            found = attrs.evolve(self, scope=scope, why=f"chosen: {why}")
+        if not self.background or self.process is not None:
+            return as_transform(found)
+        alone = as_transform(attrs.evolve(found, background=False))
+        transforms = tuple(alone if t.apply is self else t for t in spec.step.transforms)
+        module = _lazy.load("fnaccel.transforms.background.process")
+        beside = attrs.evolve(spec, step=Step(spec.step.loss_fn, transforms))
+        return as_transform(attrs.evolve(found, process=module.Background(beside, self.background)))
 
     def plan_notes(self, spec: Spec) -> list[str]:
         """The parts that run outside of a captured step."""
@@ -108,7 +118,7 @@ class Compile:
         changed = [
             f"{field.name}={plan_text(getattr(self, field.name))}"
             for field in attrs.fields(type(self))
-            if field.name not in ("scope", "why") and getattr(self, field.name) != field.default
+            if field.name not in ("scope", "why", "process") and getattr(self, field.name) != field.default
         ]
         return ", ".join([f"scope {self.scope}{f' ({self.why})' if self.why else ''}", *changed])
 
@@ -167,7 +177,7 @@ class Compile:
         if more:  # torch takes a mode, or options
             options = {"options": {**_torch.mode_options(self.mode), **more}}
         try:
-            return torch.compile(
+            compiled = torch.compile(
                 fn,
                 backend=self.backend,
                 dynamic=None if self.dims else self.dynamic,
@@ -181,6 +191,15 @@ class Compile:
                 where="fa.compile",
                 fix=str(error).strip().splitlines()[0],
             ) from error
+        process = self.process
+        if process is None:
+            return compiled
+
+        @functools.wraps(fn)
+        def either(*args: Any, **kwargs: Any) -> Any:
+            return (compiled if process.over else fn)(*args, **kwargs)
+
+        return either
 
 
 _numbers = itertools.count()
@@ -209,6 +228,7 @@ def compile(  # noqa: A001 - the field's name for it
     fullgraph: bool = False,
     units: Units = "block",
     limit: int = 8,
+    background: bool | int = False,
 ) -> Transform:
     """Compile a step with `torch.compile` (https://docs.pytorch.org/docs/stable/torch.compiler.html).
 
@@ -224,16 +244,22 @@ def compile(  # noqa: A001 - the field's name for it
             of their path: `{"tokens": 1}`, `{"*": (0, 1)}`.
         units: for `"block"`, which modules are blocks: see `fnaccel.models.blocks`.
         limit: how often a train step may compile again because something changed.
+        background: steps run uncompiled while a process beside them compiles, and go over to its code. True:
+            as soon as all ranks can. A number: at that step, after a wait if need be, so that a run
+            repeats to the bit. With the backend `"inductor"`. The process
+            makes a train step of its own on the device of rank 0 of each machine.
 
     Raises:
         UnknownNameError: no such scope.
-        ArgumentError: a limit below 0, or dims that are no ints.
+        ArgumentError: a limit below 0, dims that are no ints, or a step that no other process can be given.
+        MissingBackendError: `background=` without the package cloudpickle.
         NotCompiledError: at `init` or after the first call, if nothing was compiled.
         RecompileLimitError: in a call after `limit` recompilations. Names the leaves whose shapes changed.
 
     Example:
         >>> step = fa.compile(loss_fn)
         >>> step = fa.compile(loss_fn, "block", dynamic={"tokens": 1})  # sequences of any length
+        >>> step = fa.compile(loss_fn, background=500)  # step 500 is the first that runs compiled code
     """
     where = "fa.compile"
     if scope not in get_args(Scope):
@@ -246,6 +272,18 @@ def compile(  # noqa: A001 - the field's name for it
         where,
         "a limit of 0 or more",
     )
+    require(
+        isinstance(background, int) and (background is False or background > 0),
+        f"background={background!r} is no step at which compiled code could begin",
+        where,
+        "background=True, or the number of a step: background=500",
+    )
+    require(
+        not background or backend == "inductor",
+        f"backend={backend!r} keeps no code on disk that another process could compile",
+        where,
+        'backend="inductor", or leave background= out',
+    )
     record = Compile(
         scope=scope,
         backend=backend,
@@ -255,6 +293,7 @@ def compile(  # noqa: A001 - the field's name for it
         fullgraph=fullgraph,
         units=tuple(units) if isinstance(units, list) else units,
         limit=limit,
+        background=background,
     )
     require(
         record.dynamic in (None, True, False)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from fnaccel.errors import WorldError, require
 from fnaccel.world._torch import begin_fake_group
+from fnaccel.world.devices import HOSTED, open_device
 from fnaccel.world.world import World
 
 
@@ -44,7 +45,9 @@ def absent_world(ranks: int, local: int, source: str) -> World:
     )  # fmt: skip
 
 
-def simulate(*, ranks: int, per_machine: int | None = None, rank: int = 0) -> World:
+def simulate(
+    *, ranks: int, per_machine: int | None = None, rank: int = 0, device: torch.device | str = "cpu"
+) -> World:
     """One rank of a world whose other ranks do not exist. Use it as a context manager.
 
     Train steps build, print their plan and run: collectives return at once and leave their results as they
@@ -54,6 +57,7 @@ def simulate(*, ranks: int, per_machine: int | None = None, rank: int = 0) -> Wo
         ranks: how many ranks there would be.
         per_machine: how many of them on one machine. By default all.
         rank: the rank that this process is.
+        device: on which it computes.
 
     Raises:
         ArgumentError: no such rank, or machines that do not divide the ranks.
@@ -75,6 +79,9 @@ def simulate(*, ranks: int, per_machine: int | None = None, rank: int = 0) -> Wo
             where="fa.simulate",
             fix="leave the world first: close it, or end its `with` block",
         )
+    chosen = open_device(device)
+    if chosen.type not in HOSTED:
+        torch.accelerator.set_device_index(chosen.index or 0)
     begin_fake_group(rank, ranks)
     world = World(
         rank=rank,
@@ -83,7 +90,7 @@ def simulate(*, ranks: int, per_machine: int | None = None, rank: int = 0) -> Wo
         local_size=local,
         machine=rank // local,
         machines=ranks // local,
-        device=torch.device("cpu"),
+        device=chosen,
         backend="fake",
         source="fa.simulate",
         owns_group=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+BACKGROUND = "tests/transforms/test_background.py"
 TRAPS = "tests/parity/test_traps.py"
 INFO = "tests/step/test_loss_info.py"
 DIMS = "tests/strategies/test_shard_dims.py"
@@ -24,6 +25,23 @@ MUTANTS = [
     Mutant(
         "kernels: a file that g++ refuses ends the step", "transforms/first_loss/_torch.py", "except exc.CppCompileError:",
         "except ZeroDivisionError:", ("tests/transforms/test_first_loss.py", "-k", "by_themselves and two"),
+    ),
+    Mutant(
+        "a rank goes over to compiled code alone", "transforms/background/process.py", "== self._world.size", ">= 0",
+        (BACKGROUND, "-k", "ddp and auto"),
+    ),
+    Mutant(
+        "a number of a step goes over sooner", "transforms/background/process.py", "if self._at is not None and step >= self._at:",
+        "if self._at is not None and self._begun and self._ended:", (BACKGROUND, "-k", "uncompiled_before and step"),
+    ),
+    Mutant(
+        "a step that another process compiles is compiled here", "transforms/compilation.py", "compiled if process.over else fn",
+        "compiled", (BACKGROUND, "-k", "uncompiled_before and step"),
+    ),
+    Mutant(
+        "an uncompiled captured step leaves out its update", "program/step_graph.py",
+        'filled(is_uncounted(metrics["weight"]), torch.float32, device)', 'is_uncounted(metrics["weight"]) or torch.ones(())',
+        (BACKGROUND, "-k", "alike and ema and ddp"),
     ),
     Mutant(
         "an error of g++ is taken for the limit of recompilations", "program/compile_meter.py",

@@ -14,6 +14,7 @@ from tests.surface.structure import FILES, PACKAGE, imports, name_of
 
 TENANTS = {
     "aim": ["track/aim.py"],
+    "background compilation": ["transforms/background"],
     "big": ["big", "cli/inspect.py"],
     "captured steps": [
         "program/captured_step.py", "program/step_graph.py", "strategies/fsdp_captured.py", "strategies/fsdp_regather.py",
@@ -54,6 +55,7 @@ TENANTS = {
 
 USES = {
     "aim": "fa.track.AimTracker",
+    "background compilation": "train(fa.compile(loss_fn, background=True), 'local')",
     "big": "fa.big.empty",
     "captured steps": "train(fa.compile(loss_fn, scope='step', backend='eager'), 'local')",
     "clearml": "fa.track.of('clearml')",

@@ -1,0 +1,1 @@
+"""Compiled code of a train step from a process beside it, so that the first loss does not wait."""
