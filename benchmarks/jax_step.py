@@ -110,10 +110,9 @@ def first_rows(options: Options, width: int, root: Path, file: Path) -> list[Row
     for number in range(options.pick(2, 1, 1)):
         for kind in kinds:
             folder = cache_of(root, width, number if kind == "cold" else 0)
-            seconds = first_step.seconds_to_first(
+            taken[kind]["fnaccel"] += first_step.seconds_to(
                 folder / "torch", contestant="fnaccel", rows=ROWS, width=width, heads=HEADS, backend=backend
             )
-            taken[kind]["fnaccel"].append(seconds)
             worker = Worker(
                 file,
                 JAX_COMPILATION_CACHE_DIR=str(folder / "jax"),

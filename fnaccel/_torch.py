@@ -173,9 +173,7 @@ def on_compilation(begin: Callable[[Any], None], end: Callable[[Any], None]) -> 
 
 def can_trace_autograd() -> bool:
     """Whether torch.compile can capture `torch.autograd.grad`. (2.11, 2.13)"""
-    from torch._dynamo import config  # noqa: PLC0415 - slow to import
-
-    return hasattr(config, "trace_autograd_ops")
+    return torch.__version__ >= (2, 11)  # pyright: ignore[reportOperatorIssue] - it compares with tuples
 
 
 def can_make_leaves() -> bool:
@@ -264,10 +262,15 @@ def mark_dynamic(value: torch.Tensor, dim: int) -> None:
 
 def mark_static(values: Sequence[Any]) -> None:
     """Tell CUDA graphs that these tensors keep their memory. (2.11, 2.13)"""
-    from torch._dynamo import mark_static_address  # noqa: PLC0415 - slow to import
+    for value in values:  # as `torch._dynamo.mark_static_address` does, which is slow to import
+        value._dynamo_static_input_type = "unguarded"
 
-    for value in values:
-        mark_static_address(value, guard=False)
+
+def end_trace(reason: str) -> None:
+    """In a graph that has to be whole, raise an error that names this reason. (2.11, 2.13)"""
+    from torch._dynamo import graph_break  # noqa: PLC0415 - slow to import
+
+    graph_break(msg=reason)
 
 
 def begin_all_reduce(value: torch.Tensor, group: dist.ProcessGroup, by: str = "sum") -> torch.Tensor:

@@ -27,16 +27,6 @@ KEPT = "the loss used parameters that fa.params gave in an earlier call"
 LATE = "a parameter that no rank used in the first update gets a gradient"
 
 
-@torch.compiler.disable(reason=LATE)
-def _refuse() -> None:
-    """End the trace. `CapturedStep.call` finds the reason in torch's error."""
-
-
-@torch.compiler.disable(reason=KEPT)
-def _refuse_kept() -> None:
-    """As `_refuse`."""
-
-
 class FinishInputs(NamedTuple):
     """What the last program takes beside its micro-batch. Each field is a tensor, a tree of tensors, or None.
 
@@ -251,9 +241,9 @@ class StepGraph:
         reached = tuple(grad is not None for grad in grads)
         used = reached if self.used is None else self.used
         if self.reaches and not any(reached):
-            _refuse_kept()
+            _torch.end_trace(KEPT)  # `CapturedStep.call` finds the reason in torch's error
         if any(now and not then for now, then in zip(reached, used, strict=True)):
-            _refuse()
+            _torch.end_trace(LATE)
         return [grad if was else None for grad, was in zip(averaged, used, strict=True)]
 
     def _end(

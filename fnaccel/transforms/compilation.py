@@ -167,6 +167,21 @@ class Compile:
     def _compiled(
         self, fn: Callable[..., Any], fullgraph: bool, graph_pass: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
+        process = self.process
+        if process is None:
+            return self._by_torch(fn, fullgraph, graph_pass)
+        # not before it is called: torch's compiler alone takes a second to import
+        compiled = functools.cache(functools.partial(self._by_torch, fn, fullgraph, graph_pass))
+
+        @functools.wraps(fn)
+        def either(*args: Any, **kwargs: Any) -> Any:
+            return (compiled() if process.over else fn)(*args, **kwargs)
+
+        return either
+
+    def _by_torch(
+        self, fn: Callable[..., Any], fullgraph: bool, graph_pass: Callable[..., Any] | None
+    ) -> Callable[..., Any]:
         if self.backend == "inductor":
             with contextlib.suppress(MissingBackendError):  # slower without, and no different
                 _lazy.load("fnaccel.transforms.first_loss._torch").compile_quickly()
@@ -177,7 +192,7 @@ class Compile:
         if more:  # torch takes a mode, or options
             options = {"options": {**_torch.mode_options(self.mode), **more}}
         try:
-            compiled = torch.compile(
+            return torch.compile(
                 fn,
                 backend=self.backend,
                 dynamic=None if self.dims else self.dynamic,
@@ -191,15 +206,6 @@ class Compile:
                 where="fa.compile",
                 fix=str(error).strip().splitlines()[0],
             ) from error
-        process = self.process
-        if process is None:
-            return compiled
-
-        @functools.wraps(fn)
-        def either(*args: Any, **kwargs: Any) -> Any:
-            return (compiled if process.over else fn)(*args, **kwargs)
-
-        return either
 
 
 _numbers = itertools.count()

@@ -35,8 +35,12 @@ MUTANTS = [
         "if self._at is not None and self._begun and self._ended:", (BACKGROUND, "-k", "uncompiled_before and step"),
     ),
     Mutant(
-        "a step that another process compiles is compiled here", "transforms/compilation.py", "compiled if process.over else fn",
-        "compiled", (BACKGROUND, "-k", "uncompiled_before and step"),
+        "a step that another process compiles is compiled here", "transforms/compilation.py", "compiled() if process.over else fn",
+        "compiled()", (BACKGROUND, "-k", "uncompiled_before and step"),
+    ),
+    Mutant(
+        "a parameter that is used later ends a trace without a reason", "_torch.py", "graph_break(msg=reason)", "graph_break(reason)",
+        ("tests/parity/test_capturing.py", "-k", "used_later"),
     ),
     Mutant(
         "an uncompiled captured step leaves out its update", "program/step_graph.py",
