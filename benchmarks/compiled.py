@@ -131,41 +131,11 @@ def first_rows(options: Options, root: Path, *, rows: int, layers: int, backend:
                     folder, contestant=name, rows=rows, layers=layers, backend=backend
                 )
                 taken[kind][name] += seconds
-    table = [
+    return [
         row
         for kind, samples in taken.items()
         for row in compare(f"{layers} layers: first loss, {kind}", samples, unit="s")
     ]
-    if options.level != "smoke":
-        table += background_rows(root, taken["warm"]["fnaccel"], rows=rows, layers=layers)
-    return table
-
-
-def background_rows(root: Path, warm: list[float], *, rows: int, layers: int) -> list[Row]:
-    """The time to losses while another process compiles, and of the step that goes over to its code."""
-    names = {
-        "fnaccel": first_step.BACKGROUND,
-        "fnaccel, eager": first_step.EAGER,
-        "fnaccel, compiled at once": "fnaccel",
-        first_step.BY_HAND: first_step.BY_HAND,
-    }
-    steps, goals = (1, 10, 100), {1: 1.1, 10: 1.5, 100: 1.5}
-    taken: list[Samples] = [{name: [] for name in names} for _ in steps]
-    over: list[float] = []
-    for number in range(2):
-        for place, (name, contestant) in enumerate(names.items()):
-            folder = root.parent / f"background{layers}" / f"{place}-{number}"
-            seconds = first_step.seconds_to(folder, steps, contestant=contestant, rows=rows, layers=layers)
-            for samples, found in zip(taken, seconds, strict=False):
-                samples[name].append(found)
-            if name == "fnaccel":
-                over.append(seconds[-1])
-    what = f"{layers} layers, background=True, nothing cached"
-    table: list[Row] = []
-    for step, samples in zip(steps, taken, strict=True):
-        table += compare(f"{what}: loss of step {step}", samples, {"fnaccel, eager": goals[step]}, unit="s")
-    samples = {"fnaccel": over, "a warm start": warm}
-    return table + compare(f"{what}: the step that goes over", samples, {"a warm start": 1.0}, unit="s")
 
 
 def rank_rows(pool: RankPool, options: Options, kind: str, what: str) -> list[Row]:

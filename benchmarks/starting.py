@@ -1,6 +1,6 @@
-"""How long it takes to begin: importing the library, and launching a script that does nothing.
+"""How long it takes to begin: importing the library, an empty script, and losses while a step compiles.
 
-    OMP_NUM_THREADS=1 python benchmarks/starting.py [--only import,launch] [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/starting.py [--only import,launch,background] [--quick]
 
 Each measurement is a new process. fnaccel imports its parts and torch when a name is first used, so its time
 is that of the import and of the names of a training script.
@@ -8,6 +8,7 @@ is that of the import and of the names of a training script.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -18,12 +19,15 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import first_step
 from environment import present
 from interleave import Samples, turns
 from options import begin
 from report import Row, compare, publish
 
-PARTS = ("import", "launch")
+PARTS = ("import", "launch", "background")
+LAYERS, STEPS = (2, 8), (1, 10, 100)
+GOALS = {1: 1.1, 10: 1.5, 100: 1.5}  # of the losses of these steps, against eager steps
 SCRIPT = "import fnaccel as fa; fa.start, fa.distribute, fa.train_step, fa.adamw, fa.shard, fa.scan, fa.save"
 TIMED = "import time; t = time.perf_counter(); {}; print(time.perf_counter() - t)"
 
@@ -61,6 +65,28 @@ def launches(rounds: int) -> Samples:
     return taken
 
 
+def background(layers: int, rounds: int, steps: tuple[int, ...], names: dict[str, str]) -> list[Row]:
+    """The time to losses while another process compiles, and of the step that goes over to its code."""
+    taken: list[Samples] = [{name: [] for name in names} for _ in steps]
+    over: Samples = {"fnaccel": [], "a warm start": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, contestant) in itertools.product(range(rounds), names.items()):
+            place = Path(folder) / f"{number}{name}".replace(" ", "").replace(",", "")
+            seconds = first_step.seconds_to(place, steps, contestant=contestant, rows=2, layers=layers)
+            for samples, found in zip(taken, seconds, strict=False):
+                samples[name].append(found)
+            if name == "fnaccel":
+                over[name].append(seconds[-1])
+                over["a warm start"] += first_step.seconds_to(
+                    place, contestant="fnaccel", rows=2, layers=layers
+                )
+    what = f"{layers} layers, background=True, nothing cached"
+    table: list[Row] = []
+    for step, samples in zip(steps, taken, strict=True):
+        table += compare(f"{what}: loss of step {step}", samples, {"fnaccel, eager": GOALS[step]}, unit="s")
+    return table + compare(f"{what}: the step that goes over", over, {"a warm start": 1.0}, unit="s")
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -77,6 +103,12 @@ def main() -> None:
         table += compare(what, imports(rounds), {"import torch": 1.1}, "ms")
     if "launch" in options.parts:
         table += compare("launch an empty script, 2 ranks", launches(rounds), {"torchrun": 1.0}, "ms")
+    if "background" in options.parts:
+        names = {"fnaccel": first_step.BACKGROUND, "fnaccel, eager": first_step.EAGER}
+        at_once = {"fnaccel, compiled at once": "fnaccel", first_step.BY_HAND: first_step.BY_HAND}
+        names |= options.pick(at_once, at_once, {})
+        for layers in options.pick(LAYERS, LAYERS[:1], (1,)):
+            table += background(layers, options.pick(2, 1, 1), options.pick(STEPS, STEPS, (1,)), names)
     publish(options, table)
 
 

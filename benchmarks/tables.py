@@ -327,7 +327,7 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "gpu": _full("gpu", ""),
     "gpt2": _full("gpt2", ""),
     "first_loss": _full("compiled", "first loss"),
-    "background": _full("compiled", "background"),
+    "background": _full("starting", "background"),
     "jax_step": jax_step,
     "collectives": _full("collectives", r"^(?!.*leaves of \[8, 4\]$|.*slope)"),
     "checkpoint": _full("checkpoint", "^(?!.*slope)"),

@@ -42,6 +42,8 @@ ROWS = {
     "starting": {
         "import fnaccel, with the names of a training script": ("import torch", "import accelerate"),
         "launch an empty script, 2 ranks": ("torchrun", "torchrun --standalone"),
+        "1 layers, background=True, nothing cached: loss of step 1": ("fnaccel, eager",),
+        "1 layers, background=True, nothing cached: the step that goes over": ("a warm start",),
     },
     "optimizer_parts": {
         **{f"step with LAMB, {rows} x 64 tokens, small GPT": (KERNEL, PLAIN) for rows in (2, 8)},

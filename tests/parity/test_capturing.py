@@ -199,35 +199,3 @@ def test_aux_that_can_t_be_reported_changes_nothing(aux):
     with pytest.raises(errors.LossError):
         train_step(state, batch_of(4))
     assert "donated" not in repr(state)
-
-
-class Growing(Net):
-    """A block of it is used from the second update on."""
-
-    def forward(self, x):
-        x = self.inp(x)
-        for block in self.blocks if self.grown else self.blocks[:1]:
-            x = block(x)
-        return self.out(x)
-
-    grown = False
-
-
-def grown_on_a_rank():
-    model = Growing()
-    train_step = fa.train_step(
-        fa.compile(loss_fn, "step", backend="eager"),
-        model=fa.distribute(model, "fsdp"),
-        optimizer=fa.sgd(0.1),
-    )
-    state, _ = train_step(train_step.init(), batch_of(4))
-    model.grown = True
-    with pytest.raises(errors.CapabilityError) as raised:
-        train_step(state, batch_of(4))
-    return str(raised.value)
-
-
-def test_a_parameter_that_is_used_later_is_named(pools):
-    for text in pools.run(2, grown_on_a_rank):
-        assert "no rank used in the first update gets a gradient: one of blocks.1." in text
-        assert "fa.compile(step, scope='block')" in text
