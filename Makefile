@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # the rows of one file stay in one process, which has forked its ranks
 BOTH := -n 2 --dist loadfile
 
-.PHONY: demo test test-all test-long test-nvme test-gpu gpu soak structure lint types check format bench bench-jax clean
+.PHONY: demo test test-all test-long test-nvme test-gpu gpu soak structure lint types check format bench bench-all bench-jax clean
 
 demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text and a report
 	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
@@ -152,7 +152,13 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.bench .venv-jax/.jax  ## side-by-side benchmarks, then every table and picture: half an hour
+QUICK := step_overhead compiled jax_step starting head collectives checkpoint load offload
+
+bench: .venv/.bench .venv-jax/.jax  ## side by side with the peers, few rounds: prints one table, in MINUTES minutes
+	for name in $(QUICK); do $(BIN)/python benchmarks/$$name.py --quick --into benchmarks/results/quick/$$name.json; done
+	$(BIN)/python benchmarks/pages.py benchmarks/results/quick
+
+bench-all: .venv/.bench .venv-jax/.jax  ## all rounds of all benchmarks, then every table and picture: an hour
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/jax_step.py

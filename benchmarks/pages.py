@@ -1,6 +1,7 @@
 """Writes every table and picture with figures into the pages, from `benchmarks/results`. It measures nothing.
 
     python benchmarks/pages.py
+    python benchmarks/pages.py benchmarks/results/quick     # prints the table of all scripts, from other results
 
 A table stands between two markers of a page, and the first names one of `tables.BLOCKS`:
 
@@ -11,6 +12,7 @@ A table stands between two markers of a page, and the first names one of `tables
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from charts import CHARTS
@@ -41,6 +43,9 @@ def filled(text: str, measured: Measured) -> str:
 
 def main() -> None:
     """Write all tables, then all pictures."""
+    if sys.argv[1:]:
+        print(BLOCKS["choice"](read(Path(sys.argv[1]))))
+        return
     measured = read(RESULTS)
     for page in PAGES:
         before = page.read_text()

@@ -201,15 +201,19 @@ def jax_step(measured: Measured) -> str:
 
 CHOSEN = (
     ("step_overhead", f"^{EAGER}$", ""),
-    ("compiled", f"^{CAPTURED}$", "^Accelerate"),
-    ("jax_step", "tokens$|first loss, cold$", ""),
-    ("compiled", "^8 layers: first loss, cold", "by hand"),
     ("step_overhead", "^2 ranks", "by hand$"),
+    ("compiled", f"^{CAPTURED}$", ""),
+    ("compiled", "^2 ranks", "compiled"),
+    ("jax_step", "tokens$|first loss, cold$", ""),
+    ("gpt2", "", "by hand|^Accelerate"),
+    ("head", "(time|memory)$", "F.cross_entropy"),
+    ("compiled", "^8 layers: first loss", "by hand"),
+    ("starting", "^8 layers", ""),
     ("collectives", "^(gather|reduce): 16 leaves.*MiB", "^Accelerate|^Lightning"),
     ("checkpoint", r"^(save|restore), \d+ MiB$", "^Accelerate"),
     ("load", "^load .* of safetensors .* stored", ""),
     ("offload", "^forward, 1 token, warm .* 12 layers", ""),
-    ("starting", "^import", ""),
+    ("starting", "^(import|launch)", "torch$|^import accelerate|^torchrun$"),
 )
 """Script, work and peers of the rows for a reader who chooses a library. fnaccel is worse in some."""
 

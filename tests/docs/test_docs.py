@@ -132,12 +132,12 @@ def test_the_plan_in_the_readme_is_the_plan(tmp_path, monkeypatch):
         names["world"].close()
 
 
-def test_the_second_program_of_the_readme_is_a_file(tmp_path):
+def test_the_first_program_of_the_readme_is_a_file(tmp_path):
     """It is complete, 25 lines at most, and its last line is the one that the page shows."""
     programs = [code for lang, _, code, _ in _all_blocks(ROOT / "README.md") if lang == "python"]
     shown = next(code for lang, _, code, _ in _all_blocks(ROOT / "README.md") if lang == "text")
-    assert len(programs[1].splitlines()) <= 25
-    (tmp_path / "train.py").write_text(programs[1])
+    assert len(programs[0].splitlines()) <= 25
+    (tmp_path / "train.py").write_text(programs[0])
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
