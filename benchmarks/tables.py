@@ -208,7 +208,7 @@ CHOSEN = (
     ("gpt2", "", "by hand|^Accelerate"),
     ("head", "(time|memory)$", "F.cross_entropy"),
     ("compiled", "^8 layers: first loss", "by hand"),
-    ("starting", "^8 layers", ""),
+    ("starting", "^8 layers.*(step 1|over)$", ""),
     ("collectives", "^(gather|reduce): 16 leaves.*MiB", "^Accelerate|^Lightning"),
     ("checkpoint", r"^(save|restore), \d+ MiB$", "^Accelerate"),
     ("load", "^load .* of safetensors .* stored", ""),
@@ -273,6 +273,12 @@ SCREEN = (
         "jax_step",
         f"{ON_JAX} 128: first loss, cold",
         {"JAX": JAX},
+    ),
+    Line(
+        "same, GPT of 8 layers, with background=True",
+        "starting",
+        "8 layers, background=True, nothing cached: loss of step 1",
+        {"by hand, fused AdamW": "by hand, torch.compile(model), fused AdamW"},
     ),
 )
 
@@ -341,7 +347,7 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "offload": _full("offload", ""),
     "load": _full("load", ""),
     "seeing": _full("seeing", ""),
-    "starting": _full("starting", ""),
+    "starting": _full("starting", r"^(?!\d+ layers)"),
     "optimizer_parts": _full("optimizer_parts", ""),
     "gradients": _full("gradients", ""),
     "pure": _full("pure", ""),
