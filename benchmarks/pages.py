@@ -1,7 +1,7 @@
 """Writes every table and picture with figures into the pages, from `benchmarks/results`. It measures nothing.
 
     python benchmarks/pages.py
-    python benchmarks/pages.py benchmarks/results/quick     # prints the table of all scripts, from other results
+    python benchmarks/pages.py benchmarks/results/quick  # prints the table of all scripts, of other results
 
 A table stands between two markers of a page, and the first names one of `tables.BLOCKS`:
 

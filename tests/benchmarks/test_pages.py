@@ -173,7 +173,7 @@ def test_the_first_screen_shows_jax_if_it_has_run():
     table = tables.BLOCKS["first_screen"]({**without, "jax_step": jax_results()})
     assert "| captured step, GPT of width 128 | 20.0 ms |  |  |  |  | 25.0 ms (0.80, 0.46 to 0.60) |" in table
     panels = charts.first_screen({**without, "jax_step": jax_results()})["panels"]
-    assert panels[-2]["bars"] == [["fnaccel", 20.0], ["JAX", 25.0]]
+    assert panels[-3]["bars"] == [["fnaccel", 20.0], ["JAX", 25.0]]
 
 
 # -- what a picture shows ---------------------------------------------------------------------------------------
