@@ -5,13 +5,16 @@ keeps them until backward has used them. This pass moves each all-gather to one 
 so that it runs beside the previous unit. Parameters that backward needs are gathered again, except for
 those that backward needs first: they stay. An all-gather of the model's own, such as one of activations,
 stays in its place.
+
+Gradients are reduced as soon as those of a unit are there. As written, all are reduced after backward, and
+until then they live whole, with all that they are computed from.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -20,7 +23,7 @@ from torch import fx
 
 from fnaccel import _torch
 
-_GATHER = "all_gather_into_tensor"
+_GATHER, _REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
 @attrs.frozen
@@ -77,6 +80,7 @@ def regather(graph: fx.Graph, units: Sequence[GatheredShards]) -> None:
     ]
     _regather_late(graph, [gather for gather in gathers if gather.late], place)
     _gather_when_needed([gather for gather in gathers if gather.early is not None], place)
+    _reduce_when_ready(graph, {unit.group for unit in units})
     graph.lint()
 
 
@@ -150,6 +154,32 @@ def _gather_when_needed(gathers: list[_Gather], place: dict[fx.Node, int]) -> No
 
 def _early(gather: _Gather) -> Any:
     return gather.early
+
+
+def _reduce_when_ready(graph: fx.Graph, groups: Container[str]) -> None:
+    """Move each reduce-scatter, and what is computed for it alone, to the last node that it needs.
+
+    It is waited for at the latest as the next one begins: until then its input lives.
+    """
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    reduces = [node for node in place if _REDUCE in str(node.target) and node.args[-1] in groups]
+    for reduce in reduces:
+        own, waiting = {reduce}, list(reduce.all_input_nodes)
+        while waiting:
+            node = waiting.pop()
+            if node.op == "call_function" and own.issuperset(node.users):
+                own.add(node)
+                waiting.extend(node.all_input_nodes)
+        needed = {arg for node in own for arg in node.all_input_nodes if arg not in own}
+        after = max(needed, key=place.__getitem__)
+        for node in sorted(own, key=place.__getitem__):
+            after.append(node)
+            after = node
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for before, reduce in itertools.pairwise(sorted(reduces, key=place.__getitem__)):
+        for wait in list(before.users):
+            if place[wait] > place[reduce]:
+                reduce.prepend(wait)
 
 
 def zero3_pass(units: Sequence[GatheredShards]) -> Any:

@@ -188,7 +188,8 @@ class Compile:
         options: dict[str, Any] = {"mode": self.mode}
         more = dict(self.options)
         if graph_pass is not None:
-            more["post_grad_custom_post_pass"] = graph_pass
+            # and then keep the order of collectives that it has made
+            more |= {"post_grad_custom_post_pass": graph_pass, "reorder_for_peak_memory": False}
         if more:  # torch takes a mode, or options
             options = {"options": {**_torch.mode_options(self.mode), **more}}
         try:

@@ -15,6 +15,11 @@ NORMS = "tests/transforms/test_batch_statistics.py"
 
 MUTANTS = [
     Mutant(
+        "captured fsdp: gradients are reduced after backward", "strategies/fsdp_regather.py",
+        "    _reduce_when_ready(graph, {unit.group for unit in units})\n", "",
+        ("tests/parity/test_regather.py", "-k", "activations and not units"),
+    ),
+    Mutant(
         "kernels: all of a graph are its first", "transforms/first_loss/_torch.py", "return found[number]", "return found[0]",
         ("tests/transforms/test_first_loss.py", "-k", "one_file and two and kernels_of"),
     ),

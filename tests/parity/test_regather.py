@@ -44,8 +44,11 @@ class Meeting(nn.Module):
 
 
 def trained(of, strategy, scope):
-    """The parameters after some steps, and what the all-gathers of the graph take, before the pass and after."""
-    seen = []
+    """The parameters after some steps, and what the all-gathers of the graph take, before the pass and after.
+
+    And how many reduce-scatters come before the last node of the backward pass.
+    """
+    seen, reduced = [], []
     passes = []
 
     def zero3_pass(units):
@@ -55,11 +58,18 @@ def trained(of, strategy, scope):
         gathers = [node for node in graph.nodes if "all_gather_into_tensor" in str(node.target)]
         return [node.args[0].meta["val"].numel() for node in gathers]
 
+    def early(graph):
+        nodes = list(graph.nodes)
+        last = max(at for at, node in enumerate(nodes) if node.meta.get("autograd_backward"))
+        return sum("reduce_scatter_tensor" in str(node.target) for node in nodes[:last])
+
     def lowered(module, _):
+        begun = early(module.graph)
         before = sizes(module.graph)
         passes[0](module.graph)
         module.recompile()
         seen.append((before, sizes(module.graph)))
+        reduced.append((begun, early(module.graph)))
         return make_boxed_func(module.forward)
 
     step = fa.clip_norm(loss_fn, 0.5)
@@ -74,7 +84,7 @@ def trained(of, strategy, scope):
     Meeting.group = train_step.mesh["batch"].group.group_name
     for number in range(STEPS):
         state, _ = train_step(state, batch_of(ROWS, seed=2 * number + current().rank))
-    return whole_params(state), seen
+    return whole_params(state), seen, reduced
 
 
 BLOCK, ROOT = 21, 16  # elements that a rank sends: of 42, and of 31 (the bias of one element is padded)
@@ -89,7 +99,10 @@ def test_a_gather_of_the_model_s_own_stays_in_its_place(pools, of, strategy, bef
     """Backward needs its result, too, and no rank gathers it again."""
     eager = pools.run(2, trained, of, strategy, None)
     compiled = pools.run(2, trained, of, strategy, "step")
-    for (params, seen), (expected, _) in zip(compiled, eager, strict=True):
+    units = 1 if "None" in strategy else 3
+    for (params, seen, reduced), (expected, *_) in zip(compiled, eager, strict=True):
         assert seen == [(before, after)]
+        # the first unit's gradients are the last to be there
+        assert reduced == [(0, units - 1)]
         for name, value in expected.items():
             torch.testing.assert_close(params[name], value, atol=1e-5, rtol=1e-5)
