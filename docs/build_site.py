@@ -5,7 +5,7 @@ temporary folder, of which MkDocs makes the site by mkdocs.yml. A copy differs f
 
 - Files outside of docs/ to which a page links are pages of the site, under repository/. The site has no address of a
   repository to link to, and a reader without a network has no repository: Markdown is copied as a page, a script or a
-  recipe as a page with its text, a folder as a list.
+  recipe as a page with its text, a notebook as a page with its cells, a folder as a list.
 - A code span that names a public function, `fa.clip_norm(1.0)`, is a link to its entry in the reference.
 - Comments of HTML and the flags of code blocks are left out.
 - The head of a copy has hints for the search: how much a hit counts, and the words of docs/glossary.md that lead to
@@ -76,6 +76,9 @@ class Stage:
                 f"- [{file.name}]({file.name})\n" for file in sorted(path.iterdir()) if file.is_file()
             )
             text = self.rewritten(source / "README.md", f"# {source}/\n\n{listed}")
+        elif source.suffix == ".ipynb":
+            hints = {"search": {"exclude": True}}
+            text = self.rewritten(source, cells_of(path))
         else:
             hints = {"search": {"exclude": True}}
             language = LANGUAGES.get(source.suffix, "text")
@@ -135,6 +138,13 @@ def place_of(source: Path) -> str:
 
 def _relative(place: str, source: Path) -> str:
     return os.path.relpath(place, Path(place_of(source)).parent)
+
+
+def cells_of(notebook: Path) -> str:
+    """The cells of a notebook as Markdown."""
+    cells = json.loads(notebook.read_text())["cells"]
+    sources = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]
+    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for text, kind in sources)
 
 
 def entries() -> dict[str, str]:

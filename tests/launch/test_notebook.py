@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from jupyter_client.manager import start_new_kernel
 
 import fnaccel as fa
 from fnaccel.errors import ArgumentError, LaunchError
 from fnaccel.launch import accelerator_use
 from fnaccel.launch.network import free_port
+from tests.launch.kernel import Notebook
 
 pytestmark = [
     pytest.mark.long,
@@ -54,36 +51,6 @@ def train(strategy, steps):
         print(f"rank {world.rank} of {world.size} has ended")
         return world.rank, float(metrics["loss"])
 """
-
-
-class Notebook:
-    """A kernel of Jupyter in a folder."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.kernel, self.client = start_new_kernel(cwd=str(folder))
-
-    def run(self, source):
-        """Run a cell. Returns what it printed, its error output, its value, and its error."""
-        shown = {"stdout": "", "stderr": "", "value": "", "error": ""}
-
-        def note(message):
-            content = message["content"]
-            if message["msg_type"] == "stream":
-                shown[content["name"]] += content["text"]
-            elif message["msg_type"] == "execute_result":
-                shown["value"] = content["data"]["text/plain"]
-            elif message["msg_type"] == "error":
-                shown["error"] = f"{content['ename']}: {content['evalue']}"
-
-        self.client.execute_interactive(textwrap.dedent(source), timeout=60, output_hook=note)
-        return SimpleNamespace(**shown)
-
-    def close(self):
-        self.client.stop_channels()
-        self.kernel.shutdown_kernel(now=True)
-        del self.kernel, self.client
-        gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,9 @@ def test_files_outside_of_docs_are_pages_of_the_site(copies):
     assert "(repository/examples/nanogpt.py.md)" in (copies / "index.md").read_text()
     script = (copies / "repository" / "examples" / "nanogpt.py.md").read_text()
     assert (ROOT / "examples" / "nanogpt.py").read_text() in script
+    notebook = (copies / "repository" / "examples" / "notebooks" / "train_digits.ipynb.md").read_text()
+    assert "# Train in a notebook\n" in notebook
+    assert "```python\nimport torch\n" in notebook
     assert "(../tutorial.md)" in (copies / "repository" / "README.md").read_text()
     assert "(pytorch_job.yaml.md)" in (copies / "repository" / "examples" / "jobs" / "README.md").read_text()
     assert not [path for path in copies.rglob("*") if path.name.startswith(".")], "MkDocs leaves these out"
