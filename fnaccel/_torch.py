@@ -171,11 +171,6 @@ def on_compilation(begin: Callable[[Any], None], end: Callable[[Any], None]) -> 
     return handler.start_callbacks
 
 
-def can_trace_autograd() -> bool:
-    """Whether torch.compile can capture `torch.autograd.grad`. (2.11, 2.13)"""
-    return torch.__version__ >= (2, 11)  # pyright: ignore[reportOperatorIssue] - it compares with tuples
-
-
 def can_make_leaves() -> bool:
     """Whether torch.compile can capture `requires_grad_()` of what the graph made. (2.13; 2.11 can't)"""
     from torch._dynamo.symbolic_convert import SpeculationLog  # noqa: PLC0415 - slow to import

@@ -78,7 +78,7 @@ class Compile:
             CapabilityError: scope `"step"` was asked for, beside something that one graph can't hold.
         """
         obstacle = obstacle_to_capture(spec)
-        if not _torch.can_trace_autograd():
+        if torch.__version__ < (2, 11):  # pyright: ignore[reportOperatorIssue] - it compares with tuples
             obstacle = "this torch can't capture torch.autograd.grad (2.11 or newer does)"
         if self.scope == "step" and obstacle:
             raise CapabilityError(
