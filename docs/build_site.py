@@ -41,6 +41,7 @@ BOOST = {
     "repository/": 0.2,
     "decisions.md": 0.3,
     "accelerate-tests.md": 0.2,
+    "accelerate-names.md": 0.5,
     "errors.md": 0.5,
 }
 """How much a hit in these pages counts beside a hit in a guide, by the start of the path."""
