@@ -105,6 +105,17 @@ docs: .venv-docs/.docs  ## the site of the pages, in site/: open site/index.html
 	$(DOCS)/python -m pip install --quiet --no-compile -c docs/constraints.txt mkdocs-material
 	touch $@
 
+# build and twine, which nothing else needs
+.PHONY: release
+
+release: .venv-release/.release  ## wheel and sdist in dist/, checked in a fresh environment, and how to upload them
+	$(PYTHON) .ci/release.py --tools .venv-release/bin
+
+.venv-release/.release:
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --no-compile "build>=1.2" "twine>=6"
+	touch $@
+
 # any other torch and Python, in an environment of its own (a build for CUDA has 7 GB):
 # make test-version TORCH=2.9.1 PYTHON=python3.12
 TORCH ?= 2.13.0

@@ -36,11 +36,13 @@ TOKEN = re.compile(
 )
 NAME = re.compile(r"`fa\.([A-Za-z_][\w.]*)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
+PICTURES = (".png", ".svg")
 BOOST = {
     "reference/": 0.7,
     "repository/": 0.2,
     "decisions.md": 0.3,
     "accelerate-tests.md": 0.2,
+    "accelerate-names.md": 0.5,
     "errors.md": 0.5,
 }
 """How much a hit in these pages counts beside a hit in a guide, by the start of the path."""
@@ -110,7 +112,7 @@ class Stage:
         if not (ROOT / path).exists():
             raise SystemExit(f"{source}: the link to {target} leads nowhere")
         place = place_of(path)
-        if path.suffix == ".png":
+        if path.suffix in PICTURES:
             self.pages.setdefault(place, "")
         else:
             self.waiting.append(path)
@@ -131,7 +133,7 @@ def place_of(source: Path) -> str:
     inside = Path("repository") / source
     if (ROOT / source).is_dir():
         return str(inside / "README.md")
-    if source.suffix in (".md", ".png"):
+    if source.suffix in (".md", *PICTURES):
         return str(inside)
     return str(inside.with_name(source.name.lstrip("."))) + ".md"  # MkDocs leaves hidden files out
 
@@ -173,7 +175,7 @@ def stage(folder: Path) -> None:
     for place, text in copies.pages.items():
         path = folder / place
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".png":
+        if path.suffix in PICTURES:
             inside = place.removeprefix("repository/")
             shutil.copy(ROOT / (inside if place != inside else f"docs/{place}"), path)
         else:

@@ -1,4 +1,4 @@
-"""The names that Accelerate's documents use, for `docs/from-accelerate.md`.
+"""The names that Accelerate's documents use, for `docs/accelerate-names.md`.
 
     python docs/peer_names.py FOLDER > tests/docs/peer_names.json
 

@@ -84,7 +84,7 @@ def _listen(job: Job) -> socket.socket | None:
 def foreign_value(job: Job, key: str, text: bytes) -> LaunchError:
     """The error for a value of the store that no launcher has written."""
     what = f"no launcher has written {text[:40]!r} into the store at {endpoint(job)}, as {key!r}"
-    fix = 'keep others from that port: see "Use a private network" in docs/launching.md'
+    fix = 'keep others from that port: see "Use a private network" in docs/clusters.md'
     return machines_error(job, what, fix)
 
 

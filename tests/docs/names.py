@@ -22,6 +22,7 @@ PAGES = [
     *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
+    ROOT / "tests" / "docs" / "accelerate_tests.md",
     ROOT / "benchmarks" / "README.md",
     ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md",
 ]

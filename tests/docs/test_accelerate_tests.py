@@ -1,4 +1,7 @@
-"""docs/accelerate-tests.md names each test of Accelerate 1.15, and each test and page that it cites exists."""
+"""Two pages name each test of Accelerate 1.15, and each test and page that they cite exists.
+
+docs/accelerate-tests.md has the counts, and the tests without a counterpart. tests/docs/accelerate_tests.md has the tests that are kept.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,38 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "accelerate-tests.md"
+KEPT = Path(__file__).with_name("accelerate_tests.md")
 NAMES = json.loads((Path(__file__).parent / "accelerate_tests.json").read_text())
 """The names of its tests, without `test_`, by file or folder."""
 
-ROW = re.compile(r"^\| ((?:`\w+` ?)+) \| ([\w ]+) \| (.+) \|$")
+VERDICTS = {
+    "Different on purpose": "differently",
+    "Needs hardware": "needs hardware",
+    "Of its internals": "of its internals",
+}
+"""The verdict of the rows under each heading of the page."""
+ROW = re.compile(r"^\| ([\w.]+) \| ((?:`\w+` ?)+) \| (.+) \|$")
+
+
+def rows_of(text, verdict):
+    """The rows of the table in a text: file or folder of Accelerate, names, verdict, where."""
+    rows = [ROW.match(line) for line in text.splitlines() if line.startswith("| ")]
+    assert rows
+    assert rows[0] is None, "the head of the table"
+    assert all(rows[1:]), verdict
+    for row in rows[1:]:
+        yield row[1], row[2].replace("`", "").split(), verdict, row[3]
 
 
 def sections():
-    """The rows of the page by file or folder of Accelerate: names, verdict, where."""
-    found = {}
-    for part in PAGE.read_text().split("\n## ")[1:]:
-        title, _, body = part.partition("\n")
-        key = title.split()[-1].strip("`")
-        rows = [ROW.match(line) for line in body.splitlines() if line.startswith("| `")]
-        assert all(rows), title
-        found["scripts" if key == "test_utils" else key] = [
-            (row[1].replace("`", "").split(), row[2], row[3]) for row in rows if row
-        ]
+    """The rows of both pages by file or folder of Accelerate: names, verdict, where."""
+    found = collections.defaultdict(list)
+    parts = [part.partition("\n") for part in PAGE.read_text().split("\n## ")[1:]]
+    assert [title for title, _, _ in parts] == list(VERDICTS)
+    texts = [(body, VERDICTS[title]) for title, _, body in parts]
+    for text, verdict in [*texts, (KEPT.read_text(), "kept")]:
+        for key, names, word, where in rows_of(text, verdict):
+            found["scripts" if key == "test_utils" else key].append((names, word, where))
     return found
 
 
@@ -42,8 +60,12 @@ def names_in(path):
 
 
 @pytest.mark.parametrize("section", NAMES)
-def test_each_test_of_accelerate_stands_on_the_page(section):
+def test_each_test_of_accelerate_stands_on_a_page(section):
     assert sorted({name for names, _, _ in SECTIONS[section] for name in names}) == NAMES[section]
+
+
+def test_the_pages_have_no_other_file():
+    assert sorted(SECTIONS) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -66,5 +88,5 @@ def test_its_counts_are_those_of_its_rows():
     assert dict(re.findall(r"^\| ([a-z ]+) \| (\d+) \|", head, re.MULTILINE)) == {
         verdict: str(count) for verdict, count in counted.items()
     }
-    assert f"\n{counted.total()} names." in head
+    assert f" {counted.total()} names." in head
     assert "missing" not in counted

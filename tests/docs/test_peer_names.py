@@ -1,4 +1,4 @@
-"""docs/from-accelerate.md against the names of Accelerate's documents, and against the names of fnaccel.
+"""docs/accelerate-names.md against the names of Accelerate's documents, and against the names of fnaccel. The guide before it.
 
 `peer_names.json` is made by `docs/peer_names.py` from the documents, which are not part of this repository.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import pkgutil
 import re
 import runpy
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -58,8 +61,9 @@ def rows_of(text: str) -> list[Row]:
     return rows
 
 
-PAGE = (ROOT / "docs" / "from-accelerate.md").read_text()
+PAGE = (ROOT / "docs" / "accelerate-names.md").read_text()
 ROWS = rows_of(PAGE)
+GUIDE = (ROOT / "docs" / "from-accelerate.md").read_text()
 
 
 def missing(rows: list[Row]) -> list[str]:
@@ -185,6 +189,34 @@ def test_the_names_are_read_from_documents(tmp_path):
     assert things["words"] == ["in_order"]
     assert things["arguments"]["ProfileKwargs"].count("with_stack") == 1
     assert "gather_for_metrics" in things["members"]["Accelerator"]
+
+
+def test_the_guide_counts_its_traps():
+    traps = GUIDE.partition("\n## Traps\n")[2].partition("\n## ")[0]
+    numbers = re.findall(r"^\| (\d) \|", traps, re.MULTILINE)
+    assert numbers == ["1", "2", "3", "4", "5"]
+    assert "the five traps" in GUIDE
+    assert "\nFive things" in traps
+
+
+def test_the_two_scripts_of_the_guide_reach_the_same_score(tmp_path):
+    pytest.importorskip("accelerate")
+    scores = []
+    for number, code in enumerate(
+        re.findall(r"^```python[^\n]*\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "train.py").write_text(code)
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "train.py"], cwd=folder, env=environ, capture_output=True, text=True, check=True
+        )
+        last = re.fullmatch(r"epoch 9: (\d\.\d+) right", done.stdout.splitlines()[-1])
+        scores.append(float(last[1]))
+    assert len(scores) == 2
+    assert min(scores) > 0.85
+    assert abs(scores[0] - scores[1]) < 0.02
 
 
 DOCUMENT = """

@@ -1,8 +1,13 @@
-"""The files that a hosting site reads: the citation, the workflow, the templates for issues and pull requests."""
+"""The files that a hosting site reads: the citation, the workflow, the templates for issues and pull requests. A release."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import runpy
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -116,3 +121,42 @@ def test_history_is_found():
         )
         == 3
     )
+
+
+RELEASE = runpy.run_path(str(ROOT / ".ci" / "release.py"))
+
+
+def test_a_release_has_one_version():
+    named = RELEASE["versions"]()
+    assert set(named.values()) == {fa.__version__}
+    assert RELEASE["the_version"](named) == fa.__version__
+    with pytest.raises(SystemExit, match=r"0\.2\.0 +CITATION\.cff"):
+        RELEASE["the_version"](named | {"CITATION.cff": "0.2.0"})
+
+
+def test_what_is_to_do_for_a_release(tmp_path):
+    wheel = tmp_path / "fnaccel-0.1.0-py3-none-any.whl"
+    wheel.write_bytes(b"wheel")
+    first = RELEASE["to_do"]("0.1.0", "# Changelog\n\n## 0.1.0 (unreleased)\n", [wheel], " M a.py\n")
+    assert "write the date into CHANGELOG.md" in first
+    assert "commit or undo what has changed:\n M a.py" in first
+    then = RELEASE["to_do"]("0.1.0", "# Changelog\n\n## 0.1.0 (2027-01-31)\n", [wheel], "")
+    assert "Before an upload" not in then
+    assert f"{hashlib.sha256(b'wheel').hexdigest()}  {wheel.name}" in then
+    assert f"twine upload dist/{wheel.name}" in then
+
+
+def test_the_script_that_tries_a_wheel_trains(tmp_path):
+    (tmp_path / "train.py").write_text(RELEASE["SCRIPT"])
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout.removeprefix("loss ")) < 0.1
+
+
+def test_a_release_has_a_row():
+    page = (ROOT / "docs" / "releases.md").read_text()
+    rows = re.findall(r"^\| \[(\d+\.\d+\.\d+)\]\(\.\./CHANGELOG\.md\) \| ([\w -]+) \|", page, re.MULTILINE)
+    headings = re.findall(r"^## (\d+\.\d+\.\d+) \((.+)\)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert rows == [(version, date.replace("unreleased", "not released")) for version, date in headings]
