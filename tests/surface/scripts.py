@@ -124,7 +124,7 @@ MISTAKES = {
     "sys": "reportUndefinedVariable",
     "Any": "reportUndefinedVariable",
     "fa.fsdp(typo=1)": CALL,
-    "fa.fsdp(init='metta')": ARGUMENT,
+    "fa.fsdp(init=3)": ARGUMENT,
     "fa.fsdp(offload='cpu')": ARGUMENT,
     "fa.fsdp(units=1.5)": ARGUMENT,
     "fa.hsdp(2, typo=1)": CALL,
