@@ -77,7 +77,7 @@ def step_loops(rows: int, backend: str) -> Loops:
 def step_rows(options: Options) -> list[Row]:
     """One process at three batch sizes, each with the same goal."""
     table: list[Row] = []
-    for rows in options.pick(ROWS, ROWS, ROWS[:1]):
+    for rows in options.pick(ROWS, ROWS[-1:], ROWS[:1]):
         calls = options.pick(max(3, 24 // rows), 3, 1)
         loops = step_loops(rows, backend_of(options))
         samples = race_steps(loops, check=5, blocks=options.pick(31, 5, 1), calls=calls)
@@ -90,14 +90,14 @@ def layers_rows(options: Options) -> list[Row]:
     """How a step and the time to the first loss grow with layers."""
     table: list[Row] = []
     measured: list[Samples] = []
-    layers_swept = options.pick(LAYERS, LAYERS, (2, 3))
+    layers_swept = options.pick(LAYERS, LAYERS[::2], (2, 3))
     backend = backend_of(options)
     with tempfile.TemporaryDirectory() as root:
         for layers in layers_swept:
             model = {"rows": SWEPT_ROWS, "layers": layers, "backend": backend}
             folder = Path(root) / str(layers)
             folder.mkdir()
-            if layers == layers_swept[-1] or (layers == layers_swept[0] and options.level != "smoke"):
+            if layers == layers_swept[-1] or (layers == layers_swept[0] and options.level == "full"):
                 table += first_rows(options, folder, **model)
             # a folder for each number of layers: code that this process has loaded is never replaced
             steps = Path(root) / f"steps{layers}"
