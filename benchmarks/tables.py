@@ -275,7 +275,7 @@ SCREEN = (
         {"JAX": JAX},
     ),
     Line(
-        "same, GPT of 8 layers, with background=True",
+        "first loss, GPT of 8 layers, compiled beside the run",
         "starting",
         "8 layers, background=True, nothing cached: loss of step 1",
         {"by hand, fused AdamW": "by hand, torch.compile(model), fused AdamW"},
