@@ -176,6 +176,7 @@ def fails_elsewhere(model, batch):
     return loss_fn(model, batch)
 
 
+@pytest.mark.long
 def test_if_the_process_fails_the_step_is_compiled_here(world):
     train_step = made(True, loss=fails_elsewhere)
     with pytest.warns(RuntimeWarning, match="exit code 1: .*only there.* compiled here, from step"):
@@ -225,6 +226,7 @@ def test_large_tensors_are_not_pickled_by_value(world):
     assert isinstance(found[0].weight, nn.Parameter)
 
 
+@pytest.mark.long
 def test_a_checkpoint_says_from_which_step(world, tmp_path):
     train_step = made(2)
     state, _ = run(train_step, 3)
