@@ -184,6 +184,37 @@ def test_if_the_process_fails_the_step_is_compiled_here(world):
     assert train_step.compilation.cache_misses > 0
 
 
+def test_if_the_process_can_t_be_started_the_step_is_compiled_here(world, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(process.Background, "_start", full)
+    train_step = made(2)
+    with pytest.warns(
+        RuntimeWarning, match="was not started: .*No space left.* compiled here, from step 2 on"
+    ):
+        run(train_step, 3)
+
+
+def test_close_ends_the_process(world):
+    train_step = made(10_000)
+    run(train_step, 1)
+    started = train_step.spec.step.transforms[0].apply.process
+    child, folder = started._process, Path(started._folder.name)
+    assert child.poll() is None
+    assert folder.exists()
+    train_step.close()
+    assert child.poll() is not None
+    assert not folder.exists()
+
+
+def test_of_a_view_its_own_values_are_pickled():
+    table = torch.arange(1_000_000.0)
+    text = process._pickled({"x": table[8:12]}, values=True)
+    assert len(text) < 2_000
+    assert torch.equal(pickle.loads(text)["x"], table[8:12])
+
+
 def test_a_step_that_can_not_be_pickled(world):
     lock = threading.Lock()
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import fnaccel as fa
-from fnaccel.transforms.background import _torch
 
 
 def main(file: str) -> None:
     """Make the train step that a file describes, call it once, and end. Its code stays in torch's caches."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(Path(file).parent,), daemon=True).start()
+    from fnaccel.transforms.background import _torch  # noqa: PLC0415 - slow to import: the parent may end
+
     if hasattr(os, "nice"):
-        os.nice(19)
+        os.nice(10)
     pickled, batch = pickle.loads(Path(file).read_bytes())
+    Path(file).unlink()
     parts: dict[str, Any] = pickle.loads(pickled)
     # torch finds the globals of a function by the name of its module
     vars(sys.modules["__main__"]).update(parts["main"].__globals__)
@@ -35,7 +38,8 @@ def main(file: str) -> None:
         os._exit(0)  # no destructor has anything to do
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     """The parent holds the other end of this pipe for as long as it lives."""
     os.read(sys.stdin.fileno(), 1)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

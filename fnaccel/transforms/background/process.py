@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -50,6 +50,8 @@ class Background:
         ArgumentError: another process can't be given the step, the model or an optimizer.
     """
 
+    closed: ClassVar[bool] = True  # for the world, whose open train steps have a mesh
+
     def __init__(self, spec: Spec, at: bool | int) -> None:
         self.over = False
         self.since: int | None = None
@@ -61,6 +63,7 @@ class Background:
         self._begun = False
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._failure = ""
         optimizers = spec.optimizers
         self._parts = _pickled(
             {
@@ -94,14 +97,17 @@ class Background:
         elif not self._begun:
             self._begun = True
             if self._world.local_rank == 0:
-                self._start(batch)
+                try:
+                    self._start(batch)
+                except OSError as error:  # such as a full disk
+                    self._failure = f"was not started: {error}"
 
     def _start(self, batch: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fnaccel-")
         file, log = (Path(self._folder.name) / name for name in ("step", "errors"))
         file.write_bytes(pickle.dumps((self._parts, _pickled(batch, values=True))))
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}; "
             f"from fnaccel.transforms.background.child import main; main({str(file)!r})"
         )
         with log.open("wb") as errors:
@@ -109,6 +115,7 @@ class Background:
                 [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=errors, stderr=errors
             )
         weakref.finalize(self, _end, self._process)
+        self._world.close_with(self)
 
     def _wait(self) -> None:
         """Until the code is there, on all ranks."""
@@ -125,21 +132,27 @@ class Background:
 
     def _go_over(self, step: int) -> None:
         self.over, self.since = True, step
-        if self._process is None or self._folder is None:
-            return
-        if self._process.returncode:
+        if self._process is not None and self._folder is not None and self._process.returncode:
             lines = (Path(self._folder.name) / "errors").read_text(errors="replace").splitlines()
             said = next((line for line in reversed(lines) if "Error" in line), "no message")
+            self._failure = f"ended with exit code {self._process.returncode}: {said}"
+        if self._failure:
             warnings.warn(
-                f"{_WHERE}: the process that compiles ended with exit code {self._process.returncode}: {said}"
-                f". So the step is compiled here, from step {step} on",
+                f"{_WHERE}: the process that compiles {self._failure}. So the step is compiled here, from "
+                f"step {step} on",
                 RuntimeWarning,
                 stacklevel=5,
             )
-        else:
+        elif self._process is not None:
             _logger.info("compiled code runs from step %d on", step)
-        _end(self._process)
-        self._folder.cleanup()
+        self.close()
+
+    def close(self) -> None:
+        """End the process, if it runs."""
+        if self._process is not None:
+            _end(self._process)
+        if self._folder is not None:
+            self._folder.cleanup()
 
     @property
     def numbers(self) -> Sequence[float]:
@@ -183,10 +196,12 @@ def _pickled(value: Any, *, values: bool) -> bytes:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            if not values and type(obj) in (torch.Tensor, nn.Parameter) and obj.nbytes > _SMALL:
-                kind = isinstance(obj, nn.Parameter), obj.requires_grad
-                return _zeros, (tuple(obj.shape), obj.dtype, str(obj.device), *kind)
-            return super().reducer_override(obj)
+            if type(obj) not in (torch.Tensor, nn.Parameter) or (obj.nbytes <= _SMALL and not values):
+                return super().reducer_override(obj)
+            if values:  # of a view its own values, and not all of what it is a view of
+                return obj.detach().clone().__reduce_ex__(4)
+            kind = isinstance(obj, nn.Parameter), obj.requires_grad
+            return _zeros, (tuple(obj.shape), obj.dtype, str(obj.device), *kind)
 
     file = io.BytesIO()
     try:
