@@ -165,7 +165,7 @@ format: .venv/.dev
 
 QUICK := step_overhead compiled jax_step starting head collectives checkpoint load offload
 
-bench: .venv/.bench .venv-jax/.jax  ## side by side with the peers, few rounds: prints one table, in a quarter of an hour
+bench: .venv/.bench .venv-jax/.jax  ## side by side with the peers, few rounds: prints one table
 	for name in $(QUICK); do $(BIN)/python benchmarks/$$name.py --quick --into benchmarks/results/quick/$$name.json; done
 	$(BIN)/python benchmarks/pages.py benchmarks/results/quick
 

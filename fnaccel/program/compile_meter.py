@@ -52,32 +52,32 @@ class Compilation:
 
 
 class Meter:
-    """Watches the calls of one train step: see `Compilation`."""
+    """Watches the calls of one train step: see `Compilation`.
+
+    Attributes:
+        questions: what ranks ask each other while another process compiles, and steps run uncompiled.
+        found: the work so far.
+    """
 
     def __init__(self, settings: Compiler, where: str) -> None:
         self._settings = settings
         self._where = where
         self._called = False
         self._shapes: dict[str, list[str]] = {}
-        self.found = Compilation(scope=settings.scope)
+        process = settings.process
+        self.questions: tuple[Question, ...] = () if process is None or process.over else (process,)
+        self.found = Compilation(scope=settings.scope, since=process.since if process is not None else None)
 
     def begin(self, step: int, batch: Any) -> None:
         """Raise RecompileLimitError if the step was compiled too often. Nothing was changed."""
         if self.found.recompilations > self._settings.limit:
             raise self._too_often()
-        if self.waits:
+        if self.questions:
             process = self._settings.process
             process.begin(step, batch)
-            self.found = attrs.evolve(self.found, since=process.since)
-
-    @property
-    def waits(self) -> bool:
-        """Whether steps run uncompiled, since a process still compiles."""
-        return self._settings.process is not None and not self._settings.process.over
-
-    def questions(self) -> list[Question]:
-        """What ranks ask each other before they go over to compiled code."""
-        return [self._settings.process] if self.waits else []
+            if process.over:
+                self.questions = ()
+                self.found = attrs.evolve(self.found, since=process.since)
 
     @contextlib.contextmanager
     def watch(self, micro_batches: MicroBatches) -> Generator[None]:
@@ -88,7 +88,7 @@ class Meter:
             NotCompiledError: torch can't compile it, or found nothing to compile.
             RecompileLimitError: torch gave up compiling again.
         """
-        if self.waits:
+        if self.questions:
             yield
             return
         datas = [part.data for part in micro_batches]

@@ -312,7 +312,7 @@ class Instance:
     def totals(self, micro_batches: MicroBatches, notice: Notice | None) -> Totals:
         """The totals of one update, with the questions that ranks ask each other."""
         engine = self.engine
-        questions: list[Question] = [] if self.meter is None else self.meter.questions()
+        questions: list[Question] = [] if self.meter is None else [*self.meter.questions]
         if self.alone:
             notice = None  # other replicas get no answer: the stop request waits for the next average
         elif notice is not None:
