@@ -79,6 +79,11 @@ class Meter:
                 self.questions = ()
                 self.found = attrs.evolve(self.found, since=process.since)
 
+    def close(self) -> None:
+        """End the process that compiles, if there is one."""
+        if self._settings.process is not None:
+            self._settings.process.close()
+
     @contextlib.contextmanager
     def watch(self, micro_batches: MicroBatches) -> Generator[None]:
         """In the body compiled code may run on these micro-batches.

@@ -230,6 +230,8 @@ class StateOwner:
 
     def close(self) -> None:
         """Free everything: the live state is donated, gradients and hooks go, modules are released."""
+        if self.built is not None and self.built.meter is not None:
+            self.built.meter.close()
         self.forget()
         self.closed = True
 

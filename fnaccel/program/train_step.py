@@ -288,9 +288,6 @@ class TrainStep(ModelAccess):
 
     def close(self) -> None:
         """Free everything: the live state is donated, gradients and hooks go, modules are released."""
-        compiler = self._lowered.settings.compiler
-        if compiler is not None and compiler.process is not None:
-            compiler.process.close()
         self._owner.close()
 
 

@@ -253,8 +253,8 @@ def compile(  # noqa: A001 - the field's name for it
         limit: how often a train step may compile again because something changed.
         background: steps run uncompiled while a process beside them compiles, and go over to its code. True:
             as soon as all ranks can. A number: at that step, after a wait if need be, so that a run
-            repeats to the bit. With the backend `"inductor"`. The process
-            makes a train step of its own on the device of rank 0 of each machine.
+            repeats to the bit. With the backend `"inductor"`. The process makes a train step of its own on
+            the device of rank 0 of each machine.
 
     Raises:
         UnknownNameError: no such scope.

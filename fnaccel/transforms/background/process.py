@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,8 +49,6 @@ class Background:
         MissingBackendError: cloudpickle is not installed.
         ArgumentError: another process can't be given the step, the model or an optimizer.
     """
-
-    closed: ClassVar[bool] = True  # for the world, whose open train steps have a mesh
 
     def __init__(self, spec: Spec, at: bool | int) -> None:
         self.over = False
@@ -87,12 +85,10 @@ class Background:
 
     def begin(self, step: int, batch: Any) -> None:
         """At the beginning of a step: start the process in the first, go over to its code in a later one."""
-        if self.over:
-            return
         if self._at is not None and step >= self._at:
             self._wait()
-            self._go_over(step)
-        elif self._agreed:
+            self._agreed = True
+        if self._agreed:
             self._go_over(step)
         elif not self._begun:
             self._begun = True
@@ -115,7 +111,6 @@ class Background:
                 [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=errors, stderr=errors
             )
         weakref.finalize(self, _end, self._process)
-        self._world.close_with(self)
 
     def _wait(self) -> None:
         """Until the code is there, on all ranks."""
