@@ -63,15 +63,20 @@ def test_a_folder_that_is_gone_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("limit", "code", "said"),
     [
-        (40, 1, "WorldError: rank 0 needs 38 more open files"),
-        (20, 1, "WorldError: rank 0 needs 38 more open files"),  # torch waits
+        (40, 1, ["WorldError: rank 0 needs 38 more open files"]),  # rank 1 needs fewer: it keeps no store
+        # torch would wait, and the launcher prints the rank that failed first
+        (
+            20,
+            1,
+            ["WorldError: rank 0 needs 38 more open files", "WorldError: rank 1 needs 23 more open files"],
+        ),
         # as the interpreter opens a file, or as the first rank starts: by how many files the shell has open
-        (10, 2, "Too many open files\n  where: fnaccel launch\n"),
+        (10, 2, ["Too many open files\n  where: fnaccel launch\n"]),
     ],
 )
 def test_too_few_open_files_are_named(tmp_path, limit, code, said):
     ended = launch(tmp_path, before=f"ulimit -n {limit} &&")
     assert ended.returncode == code, ended.stderr
-    assert said in ended.stderr
+    assert any(text in ended.stderr for text in said), ended.stderr
     assert "ulimit -n" in ended.stderr
     assert ended.stderr.count("Traceback") == (code == 1)  # that of the script
