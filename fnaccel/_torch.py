@@ -227,8 +227,8 @@ def compile_errors() -> tuple[type[Exception], ...]:
     return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
 
-def graph_pass(change: Callable[[Any], None], file: str, key: str = "") -> Any:
-    """A change of a graph as inductor takes it. The text of `file`, and `key`, key its cache. (2.13)"""
+def graph_pass(change: Callable[[Any], None], files: tuple[str, ...], key: str = "") -> Any:
+    """A change of a graph as inductor takes it. The texts of `files`, and `key`, key its cache. (2.13)"""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # noqa: PLC0415
 
     class Pass(CustomGraphPass):
@@ -236,7 +236,7 @@ def graph_pass(change: Callable[[Any], None], file: str, key: str = "") -> Any:
             change(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((file,), key)
+            return get_hash_for_files(files, key)
 
     return Pass()
 

@@ -196,8 +196,6 @@ class BoundFused:
             count = [kernels.at(updates, where)] if self._counts else []
             if scale is not None and shards[0].dtype is torch.float64:
                 taken, scale = _torch.foreach_mul(taken, kernels.at(multiplier, where)), None
-            elif scale is not None and torch.compiler.is_compiling():
-                taken, scale = _torch.foreach_div(taken, scale), None
             work.run(
                 work.kind(shards, taken, *moments, *count, kernels.at(rate, where), *numbers, scale, off)
             )

@@ -1,13 +1,14 @@
 """torch's fused optimizer kernels, as they are called directly and as they stand in a compiled graph.
 
 torch.compile knows no fused optimizer: in a graph each is one opaque operation of our own, which
-calls the same kernel. It takes gradients that are scaled by then: with a scale the kernel would write to
-them, and in a graph two of them may be one tensor.
+calls the same kernel. It scales gradients itself: the kernel would write to them, and in a graph two of them
+may be one tensor.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,13 +53,13 @@ class SgdUpdate(NamedTuple):
     skip: torch.Tensor | None = None
 
 
-_ADAM = (  # the fields of `AdamUpdate` but the scale
+_ADAM = (  # the fields of `AdamUpdate`
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor updates, "
-    "Tensor lr, float beta1, float beta2, float weight_decay, float eps, Tensor? skip) -> ()"
+    "Tensor lr, float beta1, float beta2, float weight_decay, float eps, Tensor? scale, Tensor? skip) -> ()"
 )
 _SGD = (
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor lr, float momentum, "
-    "float weight_decay, bool nesterov, Tensor? skip) -> ()"
+    "float weight_decay, bool nesterov, Tensor? scale, Tensor? skip) -> ()"
 )
 
 
@@ -111,10 +112,23 @@ def begin(tensors: Tensors) -> None:
 
 
 def _in_graph(kind: Callable[..., Any], fused: Callable[[Any], None], *args: Any) -> None:
-    """The body of an operation: gradients are scaled by then."""
+    """The body of an operation. Of scaled gradients only those of a few parameters live at a time."""
     _Begun.updates += 1
-    *fields, skip = args
-    fused(kind(*fields, skip=skip))
+    *fields, scale, skip = args
+    if scale is None:
+        fused(kind(*fields, skip=skip))
+        return
+    for part in _parts(fields[0]):
+        params, grads, *rest = (field[part] if isinstance(field, list) else field for field in fields)
+        fused(kind(params, _torch.foreach_div(grads, scale), *rest, skip=skip))
+
+
+def _parts(params: Tensors) -> list[slice]:
+    """Parameters one after the other in eighths, of 1 MiB at least."""
+    ends = list(itertools.accumulate(param.numel() * param.element_size() for param in params))
+    size = max(1 << 20, -(-ends[-1] // 8))
+    starts = [i for i in range(1, len(ends)) if ends[i - 1] // size < ends[i] // size]
+    return [slice(*pair) for pair in itertools.pairwise([0, *starts, len(ends)])]
 
 
 def _fused_adam(update: AdamUpdate, kernel: Callable[..., None] = _torch.fused_adam_) -> None:
@@ -182,8 +196,7 @@ def _dispatched(name: str, fused: Callable[[Any], None]) -> Callable[[Any], None
 
     def apply(update: AdamUpdate | SgdUpdate) -> None:
         if torch.compiler.is_compiling():
-            *fields, _, skip = update  # gradients are scaled by then
-            getattr(torch.ops.fnaccel, name)(*fields, skip)
+            getattr(torch.ops.fnaccel, name)(*update)
         else:
             fused(update)
 

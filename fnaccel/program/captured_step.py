@@ -70,11 +70,15 @@ class CapturedStep:
         if engine.layout.mesh.world.device.type == "cuda":
             _torch.mend_foreach_fusion()
         self._graph = StepGraph(engine, capture, loss, tail, updater, params)
-        self.add = settings.of_step(self._graph.add, capture.graph_pass)
-        self.finish = settings.of_step(self._graph.finish, capture.graph_pass)
+        self._settings = settings
+        self._compile(capture.graph_pass)
         self.blank = capture.blank
         if capture.average is not None and loss.sync_each:
             self.blank = lambda: [torch.zeros_like(leaf.shard) for leaf in capture.leaves]
+
+    def _compile(self, graph_pass: Any) -> None:
+        self.add = self._settings.of_step(self._graph.add, graph_pass)
+        self.finish = self._settings.of_step(self._graph.finish, graph_pass)
 
     def call(
         self,
@@ -116,7 +120,10 @@ class CapturedStep:
         values = AuxValues(partial_rows=self.engine.layout.mesh.partial_rows)
         values.take(detached(aux), valid=False)
         self.engine.agreement.check(structure(values, self.kind(weighted)), self.group, rows)
-        used = tuple(map(any, zip(*gather_objects(reached, over=self.group), strict=True)))
+        by_rank = gather_objects(reached, over=self.group)
+        if any(reached != other for other in by_rank):
+            self._compile(None)  # the pass would move collectives to other places on each rank
+        used = tuple(map(any, zip(*by_rank, strict=True)))
         check_reached([was or None for was in used], self.loss.where)
         self._graph.reaches = any(reached)
         if self._capture.complete and not all(used):

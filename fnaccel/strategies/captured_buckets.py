@@ -1,15 +1,18 @@
 """Gradients averaged over ranks inside a compiled graph: flat buckets, one all-reduce each.
 
-The hooks of DistributedDataParallel (Li et al. 2020), written as plain operations.
+The hooks of DistributedDataParallel (Li et al. 2020), written as plain operations. As written, all of them
+come after the backward pass: `begin_when_ready` moves each to where its gradients are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import attrs
 import torch
+from torch import fx
 
 from fnaccel import _torch
 
@@ -54,6 +57,13 @@ class Buckets:
                 averaged[index] = part.view(grads[index].shape).to(grads[index].dtype)
         return averaged
 
+    def graph_pass(self) -> Callable[..., Any] | None:
+        """The pass over the graph by which all-reduces run beside the backward pass."""
+        if not _torch.can_make_leaves():  # of torch 2.11 only graphs without a pass were run
+            return None
+        group = self.group.group_name
+        return _torch.graph_pass(functools.partial(_all_reduce_when_ready, group=group), (__file__,), group)
+
     def _begin(self, grads: list[torch.Tensor]) -> torch.Tensor:
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         if self.dtype is not None:
@@ -82,3 +92,44 @@ def lay_out(tensors: Sequence[torch.Tensor], bucket_mb: float | None) -> tuple[t
         bucket.append(index)
         filled[tensor.dtype] = bucket, filled_bytes + size
     return tuple(map(tuple, buckets))
+
+
+def _all_reduce_when_ready(graph: fx.Graph, group: str) -> None:
+    begin_when_ready(graph, reductions(graph, "all_reduce", {group}), in_order=True)
+    graph.lint()
+
+
+def reductions(graph: fx.Graph, kind: str, groups: Container[str]) -> list[fx.Node]:
+    """The collectives of a kind over these process groups, by name, in the order of the graph."""
+    return [node for node in graph.nodes if kind in str(node.target) and node.args[-1] in groups]
+
+
+def begin_when_ready(graph: fx.Graph, reduces: Sequence[fx.Node], *, in_order: bool) -> None:
+    """Move each reduction, and what is computed for it alone, to the last node that it needs.
+
+    Args:
+        graph: the graph of a step.
+        reduces: the reductions.
+        in_order: whether none passes one before it. A rank whose loss leaves parameters out has zeros, and
+            could send them at once, while other ranks wait for another reduction.
+    """
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    first = max((node for node in place if node.op == "placeholder"), key=place.__getitem__)
+    before, earliest = first, first
+    for reduce in reduces:
+        own, waiting = {reduce}, list(reduce.all_input_nodes)
+        while waiting:
+            node = waiting.pop()
+            if node.op == "call_function" and own.issuperset(node.users):
+                own.add(node)
+                waiting.extend(node.all_input_nodes)
+        needed = {arg for node in own for arg in node.all_input_nodes if arg not in own}
+        ready = max(needed, key=place.__getitem__, default=first)
+        if in_order and place[ready] <= place[earliest]:
+            after = before
+        else:
+            after = earliest = ready
+        for node in sorted(own, key=place.__getitem__):
+            after.append(node)
+            after = node
+        before = after

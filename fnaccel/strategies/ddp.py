@@ -269,6 +269,7 @@ def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> En
         build,
         average=buckets.average,
         complete=mesh.gradient_size > 1,
+        graph_pass=buckets.graph_pass(),
     )
     return whole_engine("ddp", built, build, capture=capture, shares_buffers=options.sync_buffers)
 

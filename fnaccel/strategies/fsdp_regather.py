@@ -22,8 +22,10 @@ import torch
 from torch import fx
 
 from fnaccel import _torch
+from fnaccel.strategies import captured_buckets
+from fnaccel.strategies.captured_buckets import begin_when_ready, reductions
 
-_GATHER, _REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor"
+_GATHER = "all_gather_into_tensor"
 
 
 @attrs.frozen
@@ -157,24 +159,12 @@ def _early(gather: _Gather) -> Any:
 
 
 def _reduce_when_ready(graph: fx.Graph, groups: Container[str]) -> None:
-    """Move each reduce-scatter, and what is computed for it alone, to the last node that it needs.
+    """Begin each reduce-scatter where its gradients are there.
 
     It is waited for at the latest as the next one begins: until then its input lives.
     """
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    reduces = [node for node in place if _REDUCE in str(node.target) and node.args[-1] in groups]
-    for reduce in reduces:
-        own, waiting = {reduce}, list(reduce.all_input_nodes)
-        while waiting:
-            node = waiting.pop()
-            if node.op == "call_function" and own.issuperset(node.users):
-                own.add(node)
-                waiting.extend(node.all_input_nodes)
-        needed = {arg for node in own for arg in node.all_input_nodes if arg not in own}
-        after = max(needed, key=place.__getitem__)
-        for node in sorted(own, key=place.__getitem__):
-            after.append(node)
-            after = node
+    reduces = reductions(graph, "reduce_scatter_tensor", groups)
+    begin_when_ready(graph, reduces, in_order=False)
     place = {node: index for index, node in enumerate(graph.nodes)}
     for before, reduce in itertools.pairwise(sorted(reduces, key=place.__getitem__)):
         for wait in list(before.users):
@@ -184,4 +174,5 @@ def _reduce_when_ready(graph: fx.Graph, groups: Container[str]) -> None:
 
 def zero3_pass(units: Sequence[GatheredShards]) -> Any:
     """The pass as inductor takes it. Its text and the units are part of the key of the compile cache."""
-    return _torch.graph_pass(functools.partial(regather, units=tuple(units)), __file__, repr(units))
+    files = (__file__, captured_buckets.__file__)
+    return _torch.graph_pass(functools.partial(regather, units=tuple(units)), files, repr(units))

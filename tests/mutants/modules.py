@@ -20,6 +20,14 @@ MUTANTS = [
         ("tests/parity/test_regather.py", "-k", "activations and not units"),
     ),
     Mutant(
+        "captured ddp: a rank's zeros are sent before the bucket of the others", "strategies/captured_buckets.py",
+        "if in_order and place", "if False and place", ("tests/parity/test_capturing.py", "-k", "reduction_begins"),
+    ),
+    Mutant(
+        "captured fsdp: ranks that use other blocks gather in other orders", "program/captured_step.py",
+        "            self._compile(None)", "            pass", ("tests/parity/test_regather.py", "-k", "use_other"),
+    ),
+    Mutant(
         "kernels: all of a graph are its first", "transforms/first_loss/_torch.py", "return found[number]", "return found[0]",
         ("tests/transforms/test_first_loss.py", "-k", "one_file and two and kernels_of"),
     ),

@@ -21,7 +21,8 @@ def rising(updates):
 
 
 def adamw(**groups):
-    return fa.adamw(0.05, betas=(BETA, 0.99), weight_decay=DECAY, **groups)
+    # at torch's eps of 1e-8 a gradient that is almost 0 moves its parameter by what two processors round
+    return fa.adamw(0.05, betas=(BETA, 0.99), eps=1e-5, weight_decay=DECAY, **groups)
 
 
 def sgd(**groups):
@@ -32,7 +33,7 @@ OPTIMIZERS = {
     "adamw": (
         adamw,
         torch.optim.AdamW,
-        lambda step: {"betas": (BETA(step), 0.99), "weight_decay": DECAY(step)},
+        lambda step: {"betas": (BETA(step), 0.99), "eps": 1e-5, "weight_decay": DECAY(step)},
     ),
     "adam": (
         lambda **groups: fa.adam(0.05, betas=(0.9, BETA), eps=lambda step: 1e-3 * (step + 1), **groups),

@@ -74,6 +74,17 @@ class Some(Net):
         return super().forward(x) + (self.spare(x) if len(x) > 6 else 0.0)
 
 
+class Skipping(Net):
+    """A block that only a rank of many rows uses."""
+
+    def forward(self, x):
+        blocks = self.blocks if len(x) > 6 else self.blocks[:1]
+        x = self.inp(x)
+        for block in blocks:
+            x = block(x)
+        return self.out(x)
+
+
 class Replacing(Net):
     """A buffer in whose place the forward puts another tensor."""
 
@@ -156,6 +167,7 @@ SETUPS: dict[str, Any] = {
     "replacing": lambda: (loss_fn, Replacing, {}),
     "each": lambda: (fa.accumulate(loss_fn, 3, sync="each"), Net, {}),
     "some": lambda: (loss_fn, Some, {}),
+    "skipping": lambda: (loss_fn, Skipping, {}),
     "spare": lambda: (fa.accumulate(loss_fn, 2), Spare, {}),
 }  # fmt: skip
 

@@ -6,10 +6,11 @@ import logging
 
 import pytest
 import torch
+from torch import fx
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.strategies.captured_buckets import MIB, bucket_bytes, lay_out
+from fnaccel.strategies.captured_buckets import MIB, begin_when_ready, bucket_bytes, lay_out, reductions
 from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
 
@@ -199,3 +200,29 @@ def test_aux_that_can_t_be_reported_changes_nothing(aux):
     with pytest.raises(errors.LossError):
         train_step(state, batch_of(4))
     assert "donated" not in repr(state)
+
+
+@pytest.mark.parametrize(
+    ("in_order", "order"), [(True, "a b c last early zeros"), (False, "zeros a early b c last")]
+)
+def test_a_reduction_begins_where_its_gradients_are_there(in_order, order):
+    """In the order of all ranks: zeros of a parameter that a rank does not use need nothing."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    a = graph.call_function(torch.ops.aten.neg.default, (x,), name="a")
+    b = graph.call_function(torch.ops.aten.neg.default, (a,), name="b")
+    c = graph.call_function(torch.ops.aten.neg.default, (b,), name="c")
+
+    def reduced(value, name, group="0"):
+        flat = graph.call_function(torch.ops.aten.cat.default, ([value],))
+        return graph.call_function(
+            torch.ops._c10d_functional.all_reduce.default, (flat, "sum", group), name=name
+        )
+
+    zeros = graph.call_function(torch.ops.aten.full.default, ([4], 0.0))
+    graph.output([reduced(c, "last"), reduced(a, "early"), reduced(zeros, "zeros"), reduced(a, "other", "1")])
+    reduces = reductions(graph, "all_reduce", {"0"})
+    begin_when_ready(graph, reduces, in_order=in_order)
+    graph.lint()
+    assert [node.name for node in graph.nodes if node.name in order.split()] == order.split()
+    assert [node.name for node in reduces] == ["last", "early", "zeros"]

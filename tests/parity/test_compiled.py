@@ -17,11 +17,11 @@ from fnaccel.strategies import fsdp_regather as regather
 from tests.parity.compiled import SETUPS, run_in_two_parts, run_kind
 
 # FSDP2 takes no parameter that is not contiguous, and an optimizer of torch its own way with shards
-UNSHARDED = ("some", "foreign", "strided", "strided clip", "strided foreign")
+UNSHARDED = ("some", "skipping", "foreign", "strided", "strided clip", "strided foreign")
 FEW = ("plain", "rich", "fp16", "ema", "ragged")
 CASES = [
     *(("local", "step", kind) for kind in SETUPS),
-    *(("ddp", "step", kind) for kind in SETUPS if kind not in ("spare", "some")),
+    *(("ddp", "step", kind) for kind in SETUPS if kind not in ("spare", "some", "skipping")),
     *(("local", "loss", kind) for kind in FEW),
     *(("ddp", "loss", kind) for kind in FEW),
     *((strategy, "block", kind) for strategy in ("local", "ddp") for kind in FEW),
@@ -85,10 +85,19 @@ def test_a_parameter_without_a_gradient_is_an_error_on_several_ranks(pools):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_parameter_that_one_rank_uses_is_trained_on_all(pools, strategy):
-    expected = pools.run(2, run_kind, "some", "ddp(unused_parameters=True)", None)
-    found = pools.run(2, run_kind, "some", strategy, "step")
+@pytest.mark.parametrize(
+    ("strategy", "kind", "backend"),
+    [
+        ("ddp", "some", "aot_eager"),
+        ("fsdp", "some", "aot_eager"),
+        # whose passes move collectives to where a rank uses them
+        ("ddp", "skipping", "inductor"),
+        ("fsdp", "skipping", "inductor"),
+    ],
+)
+def test_a_parameter_that_one_rank_uses_is_trained_on_all(pools, strategy, kind, backend):
+    expected = pools.run(2, run_kind, kind, "ddp(unused_parameters=True)", None)
+    found = pools.run(2, run_kind, kind, strategy, "step", backend)
     for one, other in zip(found, expected, strict=True):
         assert_alike(one["out"]["params"], other["out"]["params"], 2e-6)
 
@@ -118,7 +127,7 @@ def gathers(strategy):
         file.flush()
 
         def own(units):
-            return _torch.graph_pass(functools.partial(counting, units=units), file.name)
+            return _torch.graph_pass(functools.partial(counting, units=units), (file.name,))
 
         with mock.patch.object(fsdp_captured, "zero3_pass", own):
             run_kind("plain", strategy, "step", "inductor")

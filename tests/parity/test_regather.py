@@ -1,4 +1,4 @@
-"""ZeRO-3 in a captured step moves the all-gathers of parameters, and no other one.
+"""ZeRO-3 in a captured step moves the all-gathers of parameters, and no other one. Gradients are reduced early.
 
 The pass runs on the graph before inductor does, as part of a backend of this file: that takes a second, not ten.
 """
@@ -15,8 +15,10 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import fnaccel as fa
-from fnaccel.strategies import fsdp_captured, fsdp_regather
+from fnaccel import _torch
+from fnaccel.transforms.compilation import Compile
 from fnaccel.world.world import current
+from tests.parity.compiled import run_kind
 from tests.tiny_models import Block, batch_of, loss_fn, whole_params
 
 STEPS = 3
@@ -46,13 +48,14 @@ class Meeting(nn.Module):
 def trained(of, strategy, scope):
     """The parameters after some steps, and what the all-gathers of the graph take, before the pass and after.
 
-    And how many reduce-scatters come before the last node of the backward pass.
+    And how many reductions come before the last node of the backward pass.
     """
     seen, reduced = [], []
     passes = []
+    reduction = "reduce_scatter_tensor" if "fsdp" in strategy else "all_reduce"
 
-    def zero3_pass(units):
-        passes.append(functools.partial(fsdp_regather.regather, units=units))
+    def graph_pass(change, files, key):
+        passes.append(change)
 
     def sizes(graph):
         gathers = [node for node in graph.nodes if "all_gather_into_tensor" in str(node.target)]
@@ -61,7 +64,7 @@ def trained(of, strategy, scope):
     def early(graph):
         nodes = list(graph.nodes)
         last = max(at for at, node in enumerate(nodes) if node.meta.get("autograd_backward"))
-        return sum("reduce_scatter_tensor" in str(node.target) for node in nodes[:last])
+        return sum(reduction in str(node.target) for node in nodes[:last])
 
     def lowered(module, _):
         begun = early(module.graph)
@@ -78,7 +81,7 @@ def trained(of, strategy, scope):
         torch._dynamo.register_backend(aot_autograd(fw_compiler=lowered), name=name)
         step = fa.compile(step, scope, backend=name)
     model = fa.distribute(functools.partial(Meeting, of), strategy)
-    with mock.patch.object(fsdp_captured, "zero3_pass", zero3_pass):
+    with mock.patch.object(_torch, "graph_pass", graph_pass):
         train_step = fa.train_step(step, model=model, optimizer=fa.sgd(0.3))
         state = train_step.init(seed=0)
     Meeting.group = train_step.mesh["batch"].group.group_name
@@ -90,19 +93,43 @@ def trained(of, strategy, scope):
 BLOCK, ROOT = 21, 16  # elements that a rank sends: of 42, and of 31 (the bias of one element is padded)
 
 
-@pytest.mark.long_except(r"activations-fsdp\(2\)-")
+@pytest.mark.long_except(r"activations-fsdp\(2\)-|inputs-ddp")
 @pytest.mark.parametrize(("of", "strategy", "before", "after"), [
     (of, "fsdp(2)", [BLOCK, BLOCK, ROOT, ACTIVATIONS], [ROOT, BLOCK, BLOCK, ACTIVATIONS, BLOCK, BLOCK])
     for of in ("activations", "inputs")
-] + [("activations", "fsdp(2, units=None)", [2 * BLOCK + ROOT, ACTIVATIONS], [2 * BLOCK + ROOT, ACTIVATIONS])])  # fmt: skip
+] + [
+    ("activations", "fsdp(2, units=None)", [2 * BLOCK + ROOT, ACTIVATIONS], [2 * BLOCK + ROOT, ACTIVATIONS]),
+    ("inputs", "ddp(2, bucket_mb=0.0002)", [ACTIVATIONS], [ACTIVATIONS]),
+])  # fmt: skip
 def test_a_gather_of_the_model_s_own_stays_in_its_place(pools, of, strategy, before, after):
     """Backward needs its result, too, and no rank gathers it again."""
     eager = pools.run(2, trained, of, strategy, None)
     compiled = pools.run(2, trained, of, strategy, "step")
-    units = 1 if "None" in strategy else 3
+    # the first unit's gradients are the last to be there. Under ddp the sum of the weights is early as written
+    reductions = {"fsdp(2)": (0, 2), "fsdp(2, units=None)": (0, 0)}.get(strategy, (1, 3))
     for (params, seen, reduced), (expected, *_) in zip(compiled, eager, strict=True):
         assert seen == [(before, after)]
-        # the first unit's gradients are the last to be there
-        assert reduced == [(0, units - 1)]
+        assert reduced == [reductions]
         for name, value in expected.items():
             torch.testing.assert_close(params[name], value, atol=1e-5, rtol=1e-5)
+
+
+def compiled_with(kind, strategy):
+    """Whether each program of a step was compiled with a pass."""
+    of_step, taken = Compile.of_step, []
+
+    def counting(settings, fn, graph_pass=None):
+        taken.append(graph_pass is not None)
+        return of_step(settings, fn, graph_pass)
+
+    with mock.patch.object(Compile, "of_step", counting):
+        run_kind(kind, strategy, "step")
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken"), [("plain", [True, True]), ("skipping", [True, True, False, False])]
+)
+def test_ranks_that_use_other_parameters_gather_as_written(pools, kind, taken):
+    """Where each of them uses one is another place in the graph of each."""
+    assert pools.run(2, compiled_with, kind, "fsdp") == [taken] * 2

@@ -34,7 +34,7 @@ CORE = [
 MOST_NAMES = 290
 """Names of the core that tenants import beside what is public. They only sink."""
 
-MOST_LINES, MOST_STATEMENTS = 85_804, 47_130
+MOST_LINES, MOST_STATEMENTS = 85_865, 47_171
 """Of the package. A change that deletes lowers them, and a capability adds the lines that its issue names."""
 
 
