@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import attrs
 
 from fnaccel import transforms
-from fnaccel.data.cut import rows_of
 from fnaccel.errors import FnaccelError, RepeatedTransformError
 from fnaccel.estimate.training_memory import TrainingEstimate, training
+from fnaccel.extend import rows_of
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.step.step import StepLike
 from fnaccel.strategies.distribute import Model, distribute

@@ -22,7 +22,7 @@ from fnaccel.engine.passes import Divisor, Inputs, Loss, Outcome, out_of_turn, w
 from fnaccel.engine.totals import Totals
 from fnaccel.engine.updater import Updater
 from fnaccel.errors import CapabilityError
-from fnaccel.extend import Capture, Engine, Gradients, MicroBatches
+from fnaccel.extend import Capture, Engine, Gradients, MicroBatches, enter
 from fnaccel.models.moving_buffers import passes_put_back
 from fnaccel.models.parameter_values import kept_values
 from fnaccel.optim import kernels
@@ -32,7 +32,6 @@ from fnaccel.step.loss import check_attached, check_reached, read_loss
 from fnaccel.step.settings import Compiler
 from fnaccel.texts import first_of
 from fnaccel.tree import Tree
-from fnaccel.world.progress_marks import enter
 from fnaccel.world.undo import StreamStates
 
 

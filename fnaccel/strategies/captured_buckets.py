@@ -95,27 +95,24 @@ def lay_out(tensors: Sequence[torch.Tensor], bucket_mb: float | None) -> tuple[t
 
 
 def _all_reduce_when_ready(graph: fx.Graph, group: str) -> None:
-    begin_when_ready(graph, reductions(graph, "all_reduce", {group}), in_order=True)
+    begin_when_ready(graph, "all_reduce", {group}, in_order=True)
     graph.lint()
 
 
-def reductions(graph: fx.Graph, kind: str, groups: Container[str]) -> list[fx.Node]:
-    """The collectives of a kind over these process groups, by name, in the order of the graph."""
-    return [node for node in graph.nodes if kind in str(node.target) and node.args[-1] in groups]
-
-
-def begin_when_ready(graph: fx.Graph, reduces: Sequence[fx.Node], *, in_order: bool) -> None:
-    """Move each reduction, and what is computed for it alone, to the last node that it needs.
+def begin_when_ready(graph: fx.Graph, kind: str, groups: Container[str], *, in_order: bool) -> list[fx.Node]:
+    """Move each reduction, and what is computed for it alone, to the last node that it needs. Returns them.
 
     Args:
         graph: the graph of a step.
-        reduces: the reductions.
+        kind: of the reductions.
+        groups: the names of their process groups.
         in_order: whether none passes one before it. A rank whose loss leaves parameters out has zeros, and
             could send them at once, while other ranks wait for another reduction.
     """
     place = {node: index for index, node in enumerate(graph.nodes)}
     first = max((node for node in place if node.op == "placeholder"), key=place.__getitem__)
     before, earliest = first, first
+    reduces = [node for node in place if kind in str(node.target) and node.args[-1] in groups]
     for reduce in reduces:
         own, waiting = {reduce}, list(reduce.all_input_nodes)
         while waiting:
@@ -133,3 +130,4 @@ def begin_when_ready(graph: fx.Graph, reduces: Sequence[fx.Node], *, in_order: b
             after.append(node)
             after = node
         before = after
+    return reduces

@@ -22,8 +22,7 @@ import torch
 from torch import fx
 
 from fnaccel import _torch
-from fnaccel.strategies import captured_buckets
-from fnaccel.strategies.captured_buckets import begin_when_ready, reductions
+from fnaccel.strategies.captured_buckets import begin_when_ready
 
 _GATHER = "all_gather_into_tensor"
 
@@ -163,8 +162,7 @@ def _reduce_when_ready(graph: fx.Graph, groups: Container[str]) -> None:
 
     It is waited for at the latest as the next one begins: until then its input lives.
     """
-    reduces = reductions(graph, "reduce_scatter_tensor", groups)
-    begin_when_ready(graph, reduces, in_order=False)
+    reduces = begin_when_ready(graph, "reduce_scatter_tensor", groups, in_order=False)
     place = {node: index for index, node in enumerate(graph.nodes)}
     for before, reduce in itertools.pairwise(sorted(reduces, key=place.__getitem__)):
         for wait in list(before.users):
@@ -174,5 +172,5 @@ def _reduce_when_ready(graph: fx.Graph, groups: Container[str]) -> None:
 
 def zero3_pass(units: Sequence[GatheredShards]) -> Any:
     """The pass as inductor takes it. Its text and the units are part of the key of the compile cache."""
-    files = (__file__, captured_buckets.__file__)
+    files = (__file__, begin_when_ready.__code__.co_filename)
     return _torch.graph_pass(functools.partial(regather, units=tuple(units)), files, repr(units))

@@ -10,7 +10,7 @@ from torch import fx
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.strategies.captured_buckets import MIB, begin_when_ready, bucket_bytes, lay_out, reductions
+from fnaccel.strategies.captured_buckets import MIB, begin_when_ready, bucket_bytes, lay_out
 from tests.tiny_models import Net, batch_of, loss_fn, program, whole_params
 
 
@@ -221,8 +221,7 @@ def test_a_reduction_begins_where_its_gradients_are_there(in_order, order):
 
     zeros = graph.call_function(torch.ops.aten.full.default, ([4], 0.0))
     graph.output([reduced(c, "last"), reduced(a, "early"), reduced(zeros, "zeros"), reduced(a, "other", "1")])
-    reduces = reductions(graph, "all_reduce", {"0"})
-    begin_when_ready(graph, reduces, in_order=in_order)
+    reduces = begin_when_ready(graph, "all_reduce", {"0"}, in_order=in_order)
     graph.lint()
     assert [node.name for node in graph.nodes if node.name in order.split()] == order.split()
     assert [node.name for node in reduces] == ["last", "early", "zeros"]

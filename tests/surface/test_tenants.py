@@ -31,10 +31,10 @@ CORE = [
 """Files of tests that use little beside the core."""
 
 
-MOST_NAMES = 290
+MOST_NAMES = 289
 """Names of the core that tenants import beside what is public. They only sink."""
 
-MOST_LINES, MOST_STATEMENTS = 85_865, 47_171
+MOST_LINES, MOST_STATEMENTS = 85_859, 47_166
 """Of the package. A change that deletes lowers them, and a capability adds the lines that its issue names."""
 
 

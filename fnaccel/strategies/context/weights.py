@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fnaccel import tree
-from fnaccel.data.cut import rows_of
 from fnaccel.errors import LossError
+from fnaccel.extend import rows_of
 from fnaccel.step.loss import Mean, is_combinable
 from fnaccel.tree import Tree
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from fnaccel.collectives import gather_objects
-from fnaccel.data.cut import rows_of
 from fnaccel.errors import MicroBatchError
-from fnaccel.extend import MicroBatches
+from fnaccel.extend import MicroBatches, rows_of
 from fnaccel.world.world import World
 
 
