@@ -199,6 +199,7 @@ def test_the_guide_counts_its_traps():
     assert "\nFive things" in traps
 
 
+@pytest.mark.long
 def test_the_two_scripts_of_the_guide_reach_the_same_score(tmp_path):
     pytest.importorskip("accelerate")
     scores = []

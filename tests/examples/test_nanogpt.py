@@ -108,6 +108,7 @@ def resumed(folder):
     return losses, nothing
 
 
+@pytest.mark.long
 def test_options_of_a_run(pools, tmp_path, capsys):
     with fa.start():
         whole_run, _ = trained(tmp_path, "local")

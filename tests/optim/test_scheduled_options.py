@@ -101,6 +101,7 @@ def test_equals_torch_whose_groups_are_written(name, wrap):
     assert_close(params, by_hand(cls, numbers), rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.long_except("adamw")
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_captured_without_a_new_compilation(name):
     _, cls, numbers = OPTIMIZERS[name]
@@ -135,18 +136,19 @@ def test_a_number_in_a_group_replaces_the_schedule():
     assert "weight_decay/*bias" not in metrics
 
 
-def on_ranks(name, strategy, folder, captured):
+def on_ranks(name, strategy, folder, backend):
     with fa.start():
-        wrap = (lambda step: fa.compile(step, scope="step")) if captured else None
-        return trained(name, wrap, strategy, None if captured else folder)
+        wrap = (lambda step: fa.compile(step, scope="step", backend=backend)) if backend else None
+        return trained(name, wrap, strategy, None if backend else folder)
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["resumed", "captured"])
+@pytest.mark.long_except(r"resumed|aot_eager")
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"], ids=["resumed", "aot_eager", "inductor"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_two_ranks(pools, tmp_path, name, strategy, captured):
+def test_two_ranks(pools, tmp_path, name, strategy, backend):
     _, cls, numbers = OPTIMIZERS[name]
-    for params, metrics in pools.run(2, on_ranks, name, strategy, str(tmp_path), captured):
+    for params, metrics in pools.run(2, on_ranks, name, strategy, str(tmp_path), backend):
         assert_close(params, by_hand(cls, numbers), rtol=0.0, atol=1e-6)
         assert metrics["weight_decay"] == pytest.approx(numbers(UPDATES - 1)["weight_decay"])
 

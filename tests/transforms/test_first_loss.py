@@ -25,7 +25,7 @@ def several_kernels(x):
     return values
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.long), 2], ids=["one thread", "two threads"])
 def compiled(tmp_path, request):
     """Compile `several_kernels` in a folder of its own. Returns its values, and the C++ files."""
     quick.compile_quickly()

@@ -93,6 +93,7 @@ def train(faulty, fault, folder, steps=2 * AT):
             torch.save((float(metrics["loss"]), found), f"{folder}/end.pt")
 
 
+@pytest.mark.long_except(r"raises-1|kill -9-1|os._exit-0")
 @pytest.mark.parametrize("faulty", [0, 1, 2])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_fails_in_a_schedule_ends_all_by_name(tmp_path, fault, faulty):

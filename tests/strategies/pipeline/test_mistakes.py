@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fnaccel as fa
+from fnaccel.world import watcher
 from tests.strategies.pipeline import models
 from tests.strategies.pipeline.models import loss_fn, rows_of
 from tests.strategies.tensor.models import GPT, VOCABULARY, WIDTH
@@ -25,10 +28,16 @@ def first_step(model, loss, strategy="pipeline(2)"):
     return train_step(state, rows_of(0, 0))
 
 
+def hurried(fn, *args):
+    """Call a function on a rank that soon finds that it waits for a failed one."""
+    with mock.patch.object(watcher, "PATIENCE", 0.5), mock.patch.object(watcher, "INTERVAL", 0.2):
+        return fn(*args)
+
+
 def raised(pools, *args, ranks=2, fn=first_step):
     """The error of the lowest rank that names the cause: others may say that they waited for it."""
     with pytest.raises(fa.errors.FnaccelError) as caught:
-        pools.run(ranks, fn, *args)
+        pools.run(ranks, hurried, fn, *args)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -59,6 +59,7 @@ def equal(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.long_except("Moving")
 @pytest.mark.parametrize("model", [models.TiedGPT, models.Moving])
 def test_a_checkpoint_goes_through_any_stages_and_strategies_bit_for_bit(pools, tmp_path, model):
     ((_, expected),) = pools.run(1, went_on, "local", 2, None, tmp_path / "first", model)
