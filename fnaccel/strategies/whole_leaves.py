@@ -7,6 +7,7 @@ values (`fa.params`) under FSDP2: gradients of all micro-batches add up in whole
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ class Shards:
     def __init__(
         self, units: Sequence[Unit], trained: Sequence[Piece], mesh: Mesh, reduce: torch.dtype
     ) -> None:
+        _register()
         self._axis = mesh["shard"]
         self._device = mesh.world.device
         self._replicas = None if mesh.gradient_size == self._axis.size else mesh.group("dp_replicate")
@@ -122,10 +124,10 @@ class Shards:
                     continue
                 flat = torch.cat([_padded(piece) for piece in pieces]).to(self._device, unit.dtype)
                 rows = _torch.all_gather_in_graph(flat, size, self._axis.group).view(size, -1)
-                parts = rows.split([piece.width for piece in pieces], dim=1)
-                for piece, part in zip(pieces, parts, strict=True):
-                    elements = math.prod(piece.shape)
-                    whole[piece.hosted] = piece.joined(part.reshape(-1)[:elements])
+                sizes = [piece.width for piece in pieces], [math.prod(piece.shape) for piece in pieces]
+                copied = torch.ops.fnaccel.copied_parts if torch.compiler.is_compiling() else _copied_parts
+                for piece, part in zip(pieces, copied(rows, *sizes), strict=True):
+                    whole[piece.hosted] = piece.joined(part)
         return whole
 
     def average(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -165,6 +167,27 @@ def _padded(piece: Piece) -> torch.Tensor:
     flat = piece.sliced(piece.local).reshape(-1)
     missing = piece.width - flat.numel()
     return F.pad(flat, (0, missing)) if missing else flat
+
+
+def _copied_parts(rows: torch.Tensor, widths: Sequence[int], elements: Sequence[int]) -> list[torch.Tensor]:
+    """The columns of each parameter in memory of its own, flat and without what pads them."""
+    parts = (part.clone(memory_format=torch.contiguous_format) for part in rows.split(widths, dim=1))
+    return [part.view(-1)[:count] for part, count in zip(parts, elements, strict=True)]
+
+
+@functools.cache
+def _register() -> torch.library.Library:
+    """Make the copies one operation of a graph. Inductor would read some parameters where they were gathered.
+
+    Then what was gathered would live until the last use of a bias, which may be in backward.
+    """
+    library = torch.library.Library("fnaccel", "FRAGMENT")
+    library.define("copied_parts(Tensor rows, int[] widths, int[] elements) -> Tensor[]")
+    library.impl("copied_parts", _copied_parts, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "fnaccel::copied_parts", lambda rows, _, elements: [rows.new_empty(n) for n in elements], lib=library
+    )
+    return library
 
 
 class WholeLeaves:

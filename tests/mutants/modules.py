@@ -28,6 +28,11 @@ MUTANTS = [
         "            self._compile(None)", "            pass", ("tests/parity/test_regather.py", "-k", "use_other"),
     ),
     Mutant(
+        "captured fsdp: what is gathered lives as long as a bias", "strategies/whole_leaves.py",
+        "torch.ops.fnaccel.copied_parts if torch.compiler.is_compiling() else _copied_parts", "_copied_parts",
+        ("tests/parity/test_regather.py", "-k", "activations and not units"),
+    ),
+    Mutant(
         "kernels: all of a graph are its first", "transforms/first_loss/_torch.py", "return found[number]", "return found[0]",
         ("tests/transforms/test_first_loss.py", "-k", "one_file and two and kernels_of"),
     ),

@@ -59,7 +59,16 @@ def trained(of, strategy, scope):
 
     def sizes(graph):
         gathers = [node for node in graph.nodes if "all_gather_into_tensor" in str(node.target)]
-        return [node.args[0].meta["val"].numel() for node in gathers]
+        taken = [node.args[0].meta["val"].numel() for node in gathers]
+        assert [reader(node) for node, size in zip(gathers, taken, strict=True) if size != ACTIVATIONS] == [
+            "fnaccel.copied_parts.default"
+        ] * (len(taken) - taken.count(ACTIVATIONS)), "what is gathered lives for more than its copies"
+        return taken
+
+    def reader(node):
+        while len(node.users) == 1 and "copied" not in str(node.target):
+            (node,) = node.users
+        return str(node.target)
 
     def early(graph):
         nodes = list(graph.nodes)
