@@ -255,7 +255,7 @@ def idle_rows(options: Options) -> list[Row]:
     table: list[Row] = []
     for ranks, micro in SLEEPS:
         with awake(), RankPool(ranks, timeout=300.0) as pool:
-            found = pool.run(measure_idle, options.pick(0.1, 0.02, 0.002), micro, options.pick(3, 3, 1))
+            found = pool.run(measure_idle, options.pick(0.3, 0.02, 0.002), micro, options.pick(3, 3, 1))
         means = {
             name: [sum(shares) / ranks for shares in zip(*(rank[name] for rank in found), strict=True)]
             for name in found[0]
