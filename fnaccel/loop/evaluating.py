@@ -424,12 +424,11 @@ class Evaluations:
                     metric = record.kept_by.metric
                     if not isinstance(found.get(metric), float):
                         there = [key[len(name) + 1 :] for key, x in found.items() if isinstance(x, float)]
+                        fix = nearest(record.best, there) if there else "return one from the metric function"
                         raise ArgumentError(
                             f"the evaluation has no number {metric!r}",
                             where="fa.Evaluation(best=)",
-                            fix=nearest(f"{record.best}", there)
-                            if there
-                            else "return one from the metric function",
+                            fix=f"{fix}; or compute it in the loop, for fa.save(metrics=, best=)",
                         )
                     self.to_save = decided.take(found[metric], record) or self.to_save
 
