@@ -221,7 +221,8 @@ class LaunchRecipe:
         "--min-ranks", "go on with as few as M ranks if some were killed (default: all)",
         metavar="M", refused_by=_STARTERS)
     watchdog: float = option(
-        "--watchdog", "end ranks that wait for each other for so long, and show why (default: 120, 0: never)",
+        "--watchdog", "end ranks that wait in one phase of a step for so long, in data for 5 times as long, "
+        "and show why (default: 120, 0: never)",
         default=120.0, metavar="SECONDS",
         check=at_least(0, "a watchdog can't wait {:g} seconds", "--watchdog 120, or 0"))
     gpus: Any = option(

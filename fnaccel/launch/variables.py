@@ -76,6 +76,7 @@ def variables(
         new_environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     # on one machine the launcher watches the ranks, on several machines a thread of each rank does
     new_environ["FNACCEL_WATCHDOG"] = f"{job.watchdog if several else 0:g}"
+    new_environ["FNACCEL_LAUNCHER_WATCHDOG"] = f"{0 if several else job.watchdog:g}"
     if job.cpu:
         new_environ["FNACCEL_DEVICE"] = "cpu"
     if job.tpu:

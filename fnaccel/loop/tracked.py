@@ -314,7 +314,8 @@ def tracked(track: Track, *, world: World | None = None) -> Generator[TrackedRun
         tracking.every == 1,
         f"every={tracking.every}, where the loop says which steps are written",
         "fa.tracked",
-        f"leave it out, and write: if state.step % {tracking.every} == 0: run.log(state.step, metrics)",
+        f"leave it out, and write: if state.step % {tracking.every} == 0: run.log(state.step, metrics). Or "
+        f"give it to the loop: fa.scan(..., track=fa.Tracking(run, every={tracking.every}))",
     )
     opened = tracking.opened("fa.tracked")
     names = {name for tracker in opened for name in names_of(tracker)}

@@ -50,6 +50,7 @@ class Log:
         self._open: list[LoopCalls] = []
         self._calls: list[LoopCalls] = []
         self._absent: Counter[str] = Counter()
+        self._unheard: set[str] = set()
         try:
             for tracker in trackers:
                 self._start(tracker, config)
@@ -120,9 +121,13 @@ class Log:
         The metrics of earlier steps are written first, because some libraries refuse a step that goes back.
         """
         self._pass_on(wait=True)
-        for each in self._open:
-            if hasattr(each.tracker, method):
-                each.show(method, *args)
+        able = [each for each in self._open if hasattr(each.tracker, method)]
+        for each in able:
+            each.show(method, *args)
+        if self._open and not able and method.startswith("log_") and method not in self._unheard:
+            self._unheard.add(method)
+            names = ", ".join(each.name for each in self._open)
+            _logger.warning("%s() writes nothing: no such method in %s", method, names)
 
     def _pass_on(self, *, wait: bool) -> None:
         for row in self._fetcher.arrived(wait=wait):

@@ -33,6 +33,9 @@ from fnaccel.world.launched import Ranks, first_host
 LISTENERS: list[Callable[[str], None]] = []
 """Called with "joining" before this process waits for the others, and with "joined" afterwards."""
 
+JOINING = 600.0
+"""Seconds that ranks wait for each other to join by default."""
+
 BACKLOG = 1024
 """Connections to a store that may wait to be accepted."""
 
@@ -89,6 +92,8 @@ def join(
     backend: str | None,
     timeout: float,
     environ: MutableMapping[str, str],
+    *,
+    joining: float,
 ) -> Joined:
     """Begin the process group of all ranks.
 
@@ -96,8 +101,9 @@ def join(
         ranks: the launcher's values for this process.
         device: the device of this process.
         backend: of collectives. Chosen from the device if None.
-        timeout: seconds that ranks wait for each other, here and in each collective.
+        timeout: seconds that ranks wait for each other in a collective.
         environ: the environment. Gets the address of the store if one machine lacks it.
+        joining: seconds that ranks wait for each other here.
 
     Raises:
         WorldError: no address is set, or not all ranks came.
@@ -108,13 +114,12 @@ def join(
     if backend is None:
         native = dist.Backend.default_device_backend_map.get(device.type, "gloo")
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native}"
-    limit = timedelta(seconds=timeout)
+    limit, of_calls = timedelta(seconds=joining), timedelta(seconds=timeout)
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     other_ports = frozenset([port, *listening_ports()])
     if backend == "gloo":
         _check_open_files(ranks, keeps_store=ranks.rank == 0 and not agent)
     _tell("joining")
-    store: Any = None
     try:
         if agent:
             # all attempts of a launcher share one store: without a prefix, a restart reads the
@@ -124,30 +129,26 @@ def join(
                 address, port, ranks.size, is_master=False, timeout=limit, wait_for_workers=False
             )
             # nor may a process that leaves its world and begins another one read keys of the first
-            store = _torch.PrefixStore(f"attempt_{attempt}.{next(_worlds)}", tcp)
-        elif ranks.machines == 1 and is_loopback(address):
-            store = _loopback_store(ranks, address, port, limit)
-        if store is not None:
-            # torchrun may start its ranks again under one number, if a machine comes or goes
-            _wait_for_all(store, ranks, limit, identity, once=not agent)
+            store: Any = _torch.PrefixStore(f"attempt_{attempt}.{next(_worlds)}", tcp)
+        else:
+            store = _store_of_ranks(ranks, address, port, limit)
+        # torchrun may start its ranks again under one number, if a machine comes or goes
+        _wait_for_all(store, ranks, limit, identity, once=not agent)
         before = socket_names()
         if backend == "gloo":
             _lower_debug_level(ranks)
         dist.init_process_group(
             backend,
             store=store,
-            init_method=None if store is not None else "env://",
             rank=ranks.rank,
             world_size=ranks.size,
-            timeout=limit,
+            timeout=of_calls,
         )
-        if store is None:
-            _check_identity(_torch.default_store(), ranks, identity)
         # an accelerator's train steps talk by another backend than gloo
         groups = Groups(
-            calls=gloo_group(limit) if backend == "gloo" else None,
-            data=gloo_group(limit) if "gloo" in backend else None,
-            barrier=gloo_group(limit) if backend == "gloo" else None,
+            calls=gloo_group(of_calls) if backend == "gloo" else None,
+            data=gloo_group(of_calls) if "gloo" in backend else None,
+            barrier=gloo_group(of_calls) if backend == "gloo" else None,
         )
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, WorldError):
@@ -163,7 +164,7 @@ def join(
     _tell("joined")
     return Joined(
         groups=groups,
-        store=_torch.default_store() if store is None else store,
+        store=store,
         host=None if agent else 0,
         other_ports=other_ports,
     )
@@ -270,10 +271,14 @@ def _identity(ranks: Ranks, environ: Mapping[str, str]) -> str:
     return json.dumps([f"{ranks.size} ranks", Path(script or "").name, digest[:16], *numbers])
 
 
-def _loopback_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> Any:
-    """A store that rank 0 keeps, which other machines can't reach: torch's own listens on all interfaces."""
+def _store_of_ranks(ranks: Ranks, address: str, port: int, limit: timedelta) -> Any:
+    """A store that rank 0 keeps. Other machines reach it only if the job has ranks there."""
     if ranks.rank != 0:
         return _client_store(ranks, address, port, limit)
+    if ranks.machines > 1 or not is_loopback(address):  # torch's own listens on all interfaces
+        return _torch.TCPStore(
+            address, port, ranks.size, is_master=True, timeout=limit, wait_for_workers=False
+        )
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family, backlog=BACKLOG) as listener:
         return keep_store(listener, address, limit)

@@ -65,6 +65,7 @@ _LOST = re.compile(
     r"|communicator was aborted|remote process exited",
     re.IGNORECASE,
 )
+_LATE = re.compile(r"timeout|timed out", re.IGNORECASE)  # those if fa.start(timeout=) is over
 
 
 class Watcher:
@@ -112,7 +113,7 @@ class Watcher:
         self._store_failed = self._store_silent = False
         self._store_lost_since: float | None = None
         self._board = RecordBoard(store, rank, size, self._record_with_ports)
-        self._watched = self._board.of_thread()
+        self._watched = self._board.of_thread(store)
         self._stalls = StallWatch(self._watched, host=host, limit=limit, kills=kills, interval=INTERVAL)
         log.explain = self.explain
         self._stop = threading.Event()
@@ -128,12 +129,16 @@ class Watcher:
             return None
         what = self._fault or self._ask(name, str(error).splitlines()[0])
         self._lost_in = self._log.count
-        return PeerLostError(
-            what,
-            where=f"{name} on rank {self._rank}",
-            fix="see whether another rank failed. If none did, make the same calls on every rank "
-            "(fa.shard gives all the same number of batches)",
+        fix = (
+            "see whether another rank failed. If none did, make the same calls on every rank "
+            "(fa.shard gives all the same number of batches)"
         )
+        if _LATE.search(str(error)):
+            fix = (
+                f"{fix}, or raise fa.start(timeout=). `fnaccel launch --watchdog 30` and "
+                "fa.start(watchdog=30) show the stack of each rank of a hang"
+            )
+        return PeerLostError(what, where=f"{name} on rank {self._rank}", fix=fix)
 
     def leave(self, left: str, *, clean: bool, follows: bool = False, wait: bool = True) -> bool:
         """Tell the other ranks that this rank leaves. Returns whether all of them have left too.

@@ -28,10 +28,11 @@ from fnaccel.world._torch import let_go_of_groups
 from fnaccel.world.calls import CallLog
 from fnaccel.world.connections import drop_inherited
 from fnaccel.world.devices import HOSTED, check_present, check_processes, open_device
-from fnaccel.world.joining import Groups, Joined, join, prefix_of
+from fnaccel.world.joining import JOINING, Groups, Joined, join, prefix_of
 from fnaccel.world.launched import Ranks, detect
 from fnaccel.world.process_control import ProcessControl
 from fnaccel.world.same_order import SameOrder
+from fnaccel.world.stalls import FIRST
 from fnaccel.world.watcher import Watcher
 
 R = TypeVar("R")
@@ -227,7 +228,7 @@ def start(
     *,
     device: torch.device | str | None = None,
     backend: str | None = None,
-    timeout: float = 600.0,
+    timeout: float | None = None,
     watchdog: float = 120.0,
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> World:
@@ -242,7 +243,9 @@ def start(
     Args:
         device: the device to compute on. By default the accelerator of this local rank, or the CPU.
         backend: collective backend. By default the device decides.
-        timeout: seconds that a collective may take.
+        timeout: seconds that a collective may take, and that ranks wait for each other here. By default a
+            collective may take longer than all limits of the watchdog, which shows the stack of each rank,
+            and ranks wait 600 seconds here.
         watchdog: seconds for which ranks may wait for each other in one phase of a step. Then the job ends
             with exit code 76, and the place and the stack of each rank. 0: never. Under `fnaccel launch`
             its option `--watchdog` is used.
@@ -268,16 +271,19 @@ def start(
     ranks = _ranks_of_running_group() if dist.is_initialized() else detect(os.environ)
     fields = settings.for_start(os.environ)
     chosen = _choose_device("cpu" if device is None and fields.get("launch.cpu") else device, ranks)
+    limit = float(os.environ.get("FNACCEL_WATCHDOG") or fields.get("launch.watchdog", watchdog))
     joined: Joined | None = None
     if not dist.is_initialized() and ranks.size > 1:
-        joined = join(ranks, chosen, backend, timeout, os.environ)
+        longest = 2 * FIRST * max(limit, float(os.environ.get("FNACCEL_LAUNCHER_WATCHDOG", "0")))
+        collective = max(JOINING, longest) if timeout is None else timeout
+        joining = JOINING if timeout is None else timeout
+        joined = join(ranks, chosen, backend, collective, os.environ, joining=joining)
     if chosen.type not in HOSTED:
         torch.accelerator.set_device_index(chosen.index or 0)
     outer = _current.get() if joined is None else None
     if outer is not None and outer.size == ranks.size:  # a world inside of another one, with the same ranks
         calls, watcher, groups = outer.calls, None, outer.groups
     else:
-        limit = float(os.environ.get("FNACCEL_WATCHDOG") or fields.get("launch.watchdog", watchdog))
         calls, watcher = _watched(ranks, joined, limit)
         groups = Groups() if joined is None else joined.groups
     world = World(

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import fnaccel as fa
 from fnaccel.cli.launch import read
+from fnaccel.errors import WorldError
 from fnaccel.launch.failure import Failure, describe
 from fnaccel.launch.job import Job
 from fnaccel.launch.variables import variables
@@ -270,5 +272,32 @@ def test_the_limit_reaches_the_ranks_of_several_machines():
     assert read(["train.py"]).watchdog == 120
     job = read(["--watchdog", "30", "-n", "2", "train.py"])
     one, several = (variables(job, 0, port=1, environ={}, several=several) for several in (False, True))
-    assert one["FNACCEL_WATCHDOG"] == "0"
-    assert several["FNACCEL_WATCHDOG"] == "30"
+    assert (one["FNACCEL_WATCHDOG"], one["FNACCEL_LAUNCHER_WATCHDOG"]) == ("0", "30")
+    assert (several["FNACCEL_WATCHDOG"], several["FNACCEL_LAUNCHER_WATCHDOG"]) == ("30", "0")
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "limits"),
+    [
+        ({}, {}, (7200.0, 600.0)),
+        ({}, {"watchdog": 600}, (36_000.0, 600.0)),
+        ({}, {"watchdog": 0}, (600.0, 600.0)),
+        ({}, {"watchdog": 1}, (600.0, 600.0)),
+        ({}, {"timeout": 5}, (5, 5)),
+        ({"FNACCEL_WATCHDOG": "0", "FNACCEL_LAUNCHER_WATCHDOG": "300"}, {}, (18_000.0, 600.0)),
+        ({"FNACCEL_WATCHDOG": "0", "FNACCEL_LAUNCHER_WATCHDOG": "0"}, {}, (600.0, 600.0)),
+    ],
+)
+def test_a_collective_may_take_longer_than_all_limits_of_the_watchdog(monkeypatch, environ, given, limits):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **environ}.items():
+        monkeypatch.setenv(name, value)
+    joins = []
+
+    def join(ranks, device, backend, timeout, environ, *, joining):
+        joins.append((timeout, joining))
+        raise WorldError("no other rank", where="this test", fix="none")
+
+    monkeypatch.setattr("fnaccel.world.world.join", join)
+    with pytest.raises(WorldError, match="no other rank"):
+        fa.start(device="cpu", **given)
+    assert joins == [limits]

@@ -155,12 +155,18 @@ def test_names_that_cannot_be_registered(name):
         fa.track.register("mine", dict)
 
 
-def test_a_loop_by_hand():
+def test_a_loop_by_hand(caplog):
+    caplog.set_level("WARNING", "fnaccel")
     with fa.tracked(fa.Tracking("jsonl", TensorBoardTracker("tb"), config={"lr": 0.5}, directory="a")) as run:
         run.log(1, {"loss": torch.tensor(0.5), "rows": 3, "text": "warm"})
         run.log(2, {"loss": torch.tensor(0.25, requires_grad=True)})
         run.log_images(2, "x", torch.zeros(1, 2, 2))
-        run.log_artifact(__file__)  # neither tracker keeps files
+        assert not caplog.messages
+        for _ in range(2):
+            run.log_artifact(__file__)  # neither tracker keeps files
+        assert caplog.messages == [
+            "log_artifact() writes nothing: no such method in JsonlTracker, TensorBoardTracker"
+        ]
         assert [type(tracker).__name__ for tracker in run.trackers] == ["JsonlTracker", "TensorBoardTracker"]
         assert run.failures == {}
     first, *rest = read_jsonl("a/logs/metrics.jsonl")
