@@ -36,6 +36,7 @@ from fnaccel.step.step import StepLike
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
+from fnaccel.world._torch import limit_collectives
 from fnaccel.world.every_rank import every_rank, outside_inference
 from fnaccel.world.flags import take_for_steps
 from fnaccel.world.mesh import resolve
@@ -193,6 +194,7 @@ class TrainStep(ModelAccess):
             check_factories(self._spec.model, repr(self))
             self._owner.forget()
         instance = assemble(self._spec, self._lowered, self._name, seed, self._delegation)
+        limit_collectives()
         try:
             self._compare(with_notes(self._owner.plan, instance.learned.notes), seed)
         except BaseException:

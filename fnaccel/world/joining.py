@@ -7,6 +7,7 @@ it can end or mislead a job.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import timedelta
@@ -27,6 +29,7 @@ import torch.distributed as dist
 from fnaccel import _torch
 from fnaccel.errors import WorldError
 from fnaccel.texts import ranks_of
+from fnaccel.world._torch import limit_collectives
 from fnaccel.world.connections import listening_ports, remember, socket_names
 from fnaccel.world.launched import Ranks, first_host
 
@@ -35,6 +38,9 @@ LISTENERS: list[Callable[[str], None]] = []
 
 JOINING = 600.0
 """Seconds that ranks wait for each other to join by default."""
+
+GRACE = 5.0
+"""Seconds that an error which names the ranks has after the limit of joining."""
 
 BACKLOG = 1024
 """Connections to a store that may wait to be accepted."""
@@ -114,26 +120,18 @@ def join(
     if backend is None:
         native = dist.Backend.default_device_backend_map.get(device.type, "gloo")
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native}"
-    limit, of_calls = timedelta(seconds=joining), timedelta(seconds=timeout)
+    limit = timedelta(seconds=joining)
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     other_ports = frozenset([port, *listening_ports()])
     if backend == "gloo":
         _check_open_files(ranks, keeps_store=ranks.rank == 0 and not agent)
     _tell("joining")
     try:
-        if agent:
-            # all attempts of a launcher share one store: without a prefix, a restart reads the
-            # addresses of processes that are gone, and half of the restarts fail
-            attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            tcp = _torch.TCPStore(
-                address, port, ranks.size, is_master=False, timeout=limit, wait_for_workers=False
-            )
-            # nor may a process that leaves its world and begins another one read keys of the first
-            store: Any = _torch.PrefixStore(f"attempt_{attempt}.{next(_worlds)}", tcp)
-        else:
-            store = _store_of_ranks(ranks, address, port, limit)
-        # torchrun may start its ranks again under one number, if a machine comes or goes
-        _wait_for_all(store, ranks, limit, identity, once=not agent)
+        # all attempts of a launcher share one store: without a prefix, a restart reads the addresses of
+        # processes that are gone, and half of the restarts fail. Nor may a process that leaves its world and
+        # begins another one read keys of the first
+        prefix = f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_worlds)}" if agent else ""
+        store = _met(functools.partial(_meet, ranks, address, port, limit, identity, prefix), ranks, limit)
         before = socket_names()
         if backend == "gloo":
             _lower_debug_level(ranks)
@@ -142,18 +140,24 @@ def join(
             store=store,
             rank=ranks.rank,
             world_size=ranks.size,
-            timeout=of_calls,
+            timeout=limit,
         )
         # an accelerator's train steps talk by another backend than gloo
         groups = Groups(
-            calls=gloo_group(of_calls) if backend == "gloo" else None,
-            data=gloo_group(of_calls) if "gloo" in backend else None,
-            barrier=gloo_group(of_calls) if backend == "gloo" else None,
+            calls=gloo_group(limit) if backend == "gloo" else None,
+            data=gloo_group(limit) if "gloo" in backend else None,
+            barrier=gloo_group(limit) if backend == "gloo" else None,
         )
+        limit_collectives(timedelta(seconds=timeout))
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, WorldError):
             raise
-        fixes = {"Too many open files": _MORE_FILES, "ddress already in use": _OTHER_PORT, "": _REACH}
+        fixes = {
+            "Too many open files": _MORE_FILES,
+            "ddress already in use": _OTHER_PORT,
+            "wait timeout": "a rank that came to fa.start has ended, or was stopped: see its output",
+            "": _REACH,
+        }
         raise WorldError(
             f"rank {ranks.rank} could not join {ranks.size} ranks at {address}:{port}: "
             f"{(str(error).splitlines() or [type(error).__name__])[0]}",
@@ -168,6 +172,47 @@ def join(
         host=None if agent else 0,
         other_ports=other_ports,
     )
+
+
+def _meet(ranks: Ranks, address: str, port: int, limit: timedelta, identity: str, prefix: str) -> Any:
+    """The store of all ranks, once they have come. It is a launcher's if keys in it have a prefix."""
+    if prefix:
+        tcp = _torch.TCPStore(
+            address, port, ranks.size, is_master=False, timeout=limit, wait_for_workers=False
+        )
+        store: Any = _torch.PrefixStore(prefix, tcp)
+    else:
+        store = _store_of_ranks(ranks, address, port, limit)
+    # torchrun may start its ranks again under one number, if a machine comes or goes
+    _wait_for_all(store, ranks, limit, identity, once=not prefix)
+    return store
+
+
+def _met(meet: Callable[[], Any], ranks: Ranks, limit: timedelta) -> Any:
+    """What `meet` returns. It runs in a thread: torch waits without a limit for a port that says nothing."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.extend([None, meet()])
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="fnaccel-join", daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds() + GRACE)
+    if not outcome:
+        raise WorldError(
+            f"rank {ranks.rank} could not join {ranks.size} ranks: {_address()} did not answer within "
+            f"{limit.total_seconds():g} s",
+            where="fa.start",
+            fix="see whether rank 0 runs and was not stopped, and whether another program has its port. "
+            f"If it has: {_OTHER_PORT.partition(': ')[2]}",
+        )
+    error, *store = outcome
+    if error is not None:
+        raise error
+    return store[0]
 
 
 def _lower_debug_level(ranks: Ranks) -> None:
@@ -350,7 +395,16 @@ def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta, identity: str, *, 
     except RuntimeError as error:
         if isinstance(error, WorldError):
             raise
-        raise _never_came(ranks, late, limit) from error
+        if time.monotonic() > end - 0.1 * limit.total_seconds():  # rank 0 gave up a little earlier
+            raise _never_came(ranks, late, limit) from error
+        others = [rank for rank in late if rank]
+        missing = f", and {ranks_of(others)} had not come" if others else ""
+        raise WorldError(
+            f"rank {ranks.rank} could not join {ranks.size} ranks: rank 0, or the launcher, which keeps the "
+            f"store at {_address()}, has ended{missing}",
+            where="fa.start",
+            fix="see the output of that process",
+        ) from error
 
 
 def _check_identity(store: Any, ranks: Ranks, identity: str) -> None:
@@ -365,17 +419,20 @@ def _check_identity(store: Any, ranks: Ranks, identity: str) -> None:
 
 
 def _other_job(ranks: Ranks, problem: str) -> WorldError:
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return WorldError(
-        f"two jobs have the address {address}: {problem}",
+        f"two jobs have the address {_address()}: {problem}",
         where=f"fa.start on rank {ranks.rank} of {ranks.size}",
         fix="give each job a MASTER_PORT (--master-port) of its own, and start the same script on each rank",
     )
 
 
+def _address() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def _never_came(ranks: Ranks, late: list[int], limit: timedelta) -> WorldError:
     return WorldError(
-        f"rank {ranks.rank} could not join {ranks.size} ranks: {ranks_of(late)} did not "
+        f"rank {ranks.rank} could not join {ranks.size} ranks at {_address()}: {ranks_of(late)} did not "
         f"come to fa.start within {limit.total_seconds():g} s",
         where="fa.start",
         fix="see whether the missing ranks run. Call fa.start on every rank, or raise timeout=",

@@ -242,7 +242,8 @@ def _explain_own_code(own_code: Sequence[RankRecord], records: Sequence[RankReco
         ranks=_numbers(culprits),
         what=f"{_names(culprits)} {_verb(culprits, 'has', 'have')} been in code of the script for {age:.0f} "
         f"s, before {step}{_waiting(culprits, records)}",
-        fix="see the stack. Code that needs longer on some ranks needs a longer limit",
+        fix="see the stack. Code that needs longer on some ranks needs a longer limit: --watchdog, or "
+        "fa.start(watchdog=)",
     )
 
 
@@ -280,7 +281,7 @@ def _together(records: Sequence[RankRecord]) -> Finding:
         what = f"all ranks have been in {where} for {{:.0f}} s"
         fix = (
             "see the stacks: another collective on one of the ranks, a network that fails, or a phase that "
-            "needs a longer limit"
+            "needs a longer limit (--watchdog, fa.start(watchdog=))"
         )
     return Finding(ranks=(), what=f"{what.format(age)}, in {_steps(records)}{_doing(records)}", fix=fix)
 

@@ -254,7 +254,7 @@ def start(
 
     Raises:
         WorldError: the environment contradicts itself, or has fewer devices than processes.
-        ArgumentError: `watchdog` is negative.
+        ArgumentError: `watchdog` is negative, or `timeout` is not above 0.
         ConfigError: FNACCEL_SET is not a list of `KEY=VALUE`.
 
     Example:
@@ -262,6 +262,7 @@ def start(
         ...     world.print(f"{world.size} rank on {world.device}")
         1 rank on cpu
     """
+    require(timeout is None or timeout > 0, f"timeout={timeout!r}", "fa.start", "seconds, such as 600")
     require(watchdog >= 0, f"watchdog={watchdog!r}", "fa.start", "seconds, such as 120, or 0 for none")
     if compile_cache is not None:
         folder = Path(compile_cache).absolute()

@@ -19,13 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import fnaccel as fa
 from fnaccel import _torch
+from fnaccel.errors import WorldError
 from fnaccel.launch import watch
 from fnaccel.launch.job import Job
 from fnaccel.launch.supervise import launch
-from fnaccel.world import record_board, watcher
+from fnaccel.world import joining, record_board, watcher
 from fnaccel.world.connections import listening_ports
 from fnaccel.world.world import current
 from tests.faulty import run_ranks, train
@@ -332,6 +334,63 @@ def test_a_rank_that_never_comes_is_named(run, absent):
         if outcome.rank != absent:
             assert outcome.error == "WorldError"
             assert f"rank {absent} did not come to fa.start within 2 s" in outcome.what
+
+
+def ends_in_the_middle(ends, absent):
+    rank = int(os.environ["RANK"])
+    if rank == absent:
+        return
+    if rank == ends:
+        owner, name = (joining.dist, "init_process_group") if absent is None else (joining, "_wait_for_all")
+        setattr(owner, name, lambda *_, **__: (time.sleep(1.5), os._exit(0)))
+    fa.start(device="cpu", timeout=4.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ends", "absent", "what"),
+    [
+        (0, 2, "rank 0, or the launcher, which keeps the store at .*, has ended, and rank 2 had not come"),
+        (2, None, "fix: a rank that came to fa.start has ended, or was stopped: see its output"),
+    ],
+)
+def test_a_rank_that_ends_while_ranks_join(run, ends, absent, what):
+    outcomes = [each for each in run(ends_in_the_middle, ends, absent) if each.rank not in (ends, absent)]
+    assert outcomes
+    for outcome in outcomes:
+        assert outcome.error == "WorldError"
+        assert re.search(what, outcome.what)
+
+
+def test_a_port_that_says_nothing(monkeypatch):
+    monkeypatch.setattr(joining, "GRACE", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        for name, value in {
+            "RANK": 1,
+            "WORLD_SIZE": 2,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(WorldError, match=f"127.0.0.1:{port} did not answer within 0.2 s"):
+            fa.start(device="cpu", timeout=0.2)
+
+
+def waits_in_a_group_of_two():
+    with fa.start(device="cpu", timeout=1.5) as world:
+        group = dist.new_subgroups_by_enumeration([[0, 1], [2]])[0]
+        loss = lambda model, batch: model(batch).sum()  # noqa: E731
+        fa.train_step(loss, model=fa.distribute(lambda: nn.Linear(2, 1), "ddp"), optimizer=fa.sgd(0.1)).init()
+        if world.rank == 0:
+            with pytest.raises(RuntimeError, match="Timed out waiting 1500ms"):
+                dist.all_reduce(torch.ones(1), group=group)
+        time.sleep(3 * (world.rank != 0))
+
+
+@pytest.mark.long
+def test_a_group_of_some_ranks_has_the_limit_of_all(run):
+    assert run(waits_in_a_group_of_two)[0].error == "returned"
 
 
 @pytest.mark.long
