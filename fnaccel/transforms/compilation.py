@@ -187,9 +187,13 @@ class Compile:
                 _lazy.load("fnaccel.transforms.first_loss._torch").compile_quickly()
         options: dict[str, Any] = {"mode": self.mode}
         more = dict(self.options)
+        if graph_pass is not None:  # then keep the order of collectives that it has made
+            more["reorder_for_peak_memory"] = False
+        if self.backend == "inductor" and _PASS not in more:
+            with contextlib.suppress(MissingBackendError):
+                graph_pass = _lazy.load("fnaccel.transforms.products._torch").pass_beside(graph_pass)
         if graph_pass is not None:
-            # and then keep the order of collectives that it has made
-            more |= {"post_grad_custom_post_pass": graph_pass, "reorder_for_peak_memory": False}
+            more[_PASS] = graph_pass
         if more:  # torch takes a mode, or options
             options = {"options": {**_torch.mode_options(self.mode), **more}}
         try:
@@ -209,6 +213,7 @@ class Compile:
             ) from error
 
 
+_PASS = "post_grad_custom_post_pass"
 _numbers = itertools.count()
 
 

@@ -45,6 +45,14 @@ MUTANTS = [
         "except ZeroDivisionError:", ("tests/transforms/test_first_loss.py", "-k", "by_themselves and two"),
     ),
     Mutant(
+        "products: the second factor is transposed", "transforms/products/_torch.py", "(a, b.t(), bias,", "(a, b, bias,",
+        ("tests/transforms/test_products.py", "-k", "as_they_are or transposed"),
+    ),
+    Mutant(
+        "products: small ones are replaced, too", "transforms/products/_torch.py", "rows * columns * inner >= LEAST", "inner",
+        ("tests/transforms/test_products.py", "-k", "others_stay"),
+    ),
+    Mutant(
         "a rank goes over to compiled code alone", "transforms/background/process.py", "== self._world.size", ">= 0",
         (BACKGROUND, "-k", "ddp and auto"),
     ),

@@ -39,6 +39,7 @@ TENANTS = {
     "optimizers in 8 bits": ["optim/quantized.py"],
     "pipelines": ["strategies/pipeline"],
     "quantize": ["big/quantize"],
+    "products": ["transforms/products"],
     "questions": ["config/questions", "cli/config/ask.py"],
     "reports": ["seeing/report.py", "seeing/report_page.py", "seeing/line_chart.py", "seeing/runs.py", "cli/report.py"],
     "replicas": ["strategies/replicas"],
