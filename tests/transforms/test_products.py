@@ -34,8 +34,10 @@ def changed(fn, *inputs, tracing_mode="fake"):
         (lambda a, b: a.t() @ b, (torch.randn(512, 128), torch.randn(512, 128))),
         (lambda a, b: a @ b.t(), (A, B)),
         (lambda a, b, bias: torch.addmm(bias, a, b), (A, B, BIAS)),
+        (lambda a, b, sums: torch.addmm(sums, a, b), (A, B, torch.randn(256, 128))),
+        (lambda a, b, row: torch.addmm(row, a, b), (A, B, torch.randn(1, 128))),
     ],
-    ids=["as they are", "first transposed", "second transposed", "with a bias"],
+    ids=["as they are", "first transposed", "second transposed", "with a bias", "with sums", "with a row"],
 )
 def test_large_products_are_replaced(fn, inputs):
     graph, count = changed(fn, *inputs)
@@ -51,9 +53,8 @@ def test_large_products_are_replaced(fn, inputs):
         (torch.mm, (A.double(), B.double())),
         (torch.mm, (A.bfloat16(), B.bfloat16())),
         (lambda a, b, bias: torch.addmm(bias, a, b, beta=0.5), (A, B, BIAS)),
-        (lambda a, b, bias: torch.addmm(bias, a, b), (A, B, torch.randn(256, 128))),
     ],
-    ids=["few rows", "short sums", "fp64", "bf16", "a factor", "a matrix is added"],
+    ids=["few rows", "short sums", "fp64", "bf16", "a factor"],
 )
 def test_others_stay(fn, inputs):
     graph, count = changed(fn, *inputs)

@@ -56,19 +56,23 @@ def replace(graph: fx.Graph) -> None:
             bias, a, b = node.args
         else:
             continue
-        if not _gains(*(x and x.meta.get("val") for x in (node, a, bias))):
+        if not _gains(node.meta["val"], a.meta["val"]):
             continue
+        added = None if bias is None or bias.meta["val"].dim() == 1 else bias  # oneDNN takes a bias alone
         with graph.inserting_before(node):
-            new = graph.call_function(torch.ops.fnaccel.product.default, (a, b, bias))
-        new.meta = dict(node.meta)
+            new = graph.call_function(torch.ops.fnaccel.product.default, (a, b, None if added else bias))
+            new.meta = dict(node.meta)
+            if added is not None:
+                new = graph.call_function(_aten.add.Tensor, (new, added))
+                new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     graph.lint()
 
 
-def _gains(result: Any, a: Any, bias: Any) -> bool:
+def _gains(result: Any, a: Any) -> bool:
     sizes = [*result.shape, a.shape[1]]
-    if not all(isinstance(size, int) for size in sizes) or (bias is not None and bias.dim() != 1):
+    if not all(isinstance(size, int) for size in sizes):
         return False
     plain = result.dtype == torch.float32 and result.device.type == "cpu" and result.is_contiguous()
     rows, columns, inner = sizes
