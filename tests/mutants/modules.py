@@ -45,8 +45,12 @@ MUTANTS = [
         "except ZeroDivisionError:", ("tests/transforms/test_first_loss.py", "-k", "by_themselves and two"),
     ),
     Mutant(
-        "products: the second factor is transposed", "transforms/products/_torch.py", "(a, b.t(), bias,", "(a, b, bias,",
+        "products: the second factor is transposed", "transforms/products/_torch.py", "(a, b.t(), dense,", "(a, b, dense,",
         ("tests/transforms/test_products.py", "-k", "as_they_are or transposed"),
+    ),
+    Mutant(
+        "products: the strides of a bias are left out", "transforms/products/_torch.py", "bias.contiguous()", "bias",
+        ("tests/transforms/test_products.py", "-k", "stride or number"),
     ),
     Mutant(
         "products: small ones are replaced, too", "transforms/products/_torch.py", "rows * columns * inner >= LEAST", "inner",

@@ -34,10 +34,27 @@ def changed(fn, *inputs, tracing_mode="fake"):
         (lambda a, b: a.t() @ b, (torch.randn(512, 128), torch.randn(512, 128))),
         (lambda a, b: a @ b.t(), (A, B)),
         (lambda a, b, bias: torch.addmm(bias, a, b), (A, B, BIAS)),
+        (lambda a, b, wide: torch.addmm(wide[::2], a, b), (A, B, torch.randn(256))),
+        (lambda a, b, one: torch.addmm(one.expand(128), a, b), (A, B, torch.randn(1))),
+        (lambda wide, b: torch.mm(wide[3:259, 5:133], b), (torch.randn(300, 200), B)),
+        (lambda a, wide: torch.mm(a, wide[::2, 1::2]), (A, torch.randn(256, 256))),
+        (lambda row, b: torch.mm(row.expand(256, 128), b), (torch.randn(1, 128), B)),
         (lambda a, b, sums: torch.addmm(sums, a, b), (A, B, torch.randn(256, 128))),
         (lambda a, b, row: torch.addmm(row, a, b), (A, B, torch.randn(1, 128))),
     ],
-    ids=["as they are", "first transposed", "second transposed", "with a bias", "with sums", "with a row"],
+    ids=[
+        "as they are",
+        "first transposed",
+        "second transposed",
+        "with a bias",
+        "a bias with a stride",
+        "one number as bias",
+        "a part of the first",
+        "steps in the second",
+        "a repeated row",
+        "with sums",
+        "with a row",
+    ],
 )
 def test_large_products_are_replaced(fn, inputs):
     graph, count = changed(fn, *inputs)

@@ -91,4 +91,7 @@ def _register() -> Any:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+    dense = (
+        None if bias is None else bias.contiguous()
+    )  # it would read a bias with a stride as if it had none
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), dense, "none", [], "")
