@@ -194,9 +194,9 @@ class Compile:
                 graph_pass = _lazy.load("fnaccel.transforms.products._torch").pass_beside(graph_pass)
         if graph_pass is not None:
             more[_PASS] = graph_pass
-        if more:  # torch takes a mode, or options
-            options = {"options": {**_torch.mode_options(self.mode), **more}}
         try:
+            if more:  # torch takes a mode, or options
+                options = {"options": {**_torch.mode_options(self.mode), **more}}
             return torch.compile(
                 fn,
                 backend=self.backend,
