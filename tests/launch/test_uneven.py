@@ -342,8 +342,8 @@ def ends_in_the_middle(ends, absent):
         return
     if rank == ends:
         owner, name = (joining.dist, "init_process_group") if absent is None else (joining, "_wait_for_all")
-        setattr(owner, name, lambda *_, **__: (time.sleep(1.5), os._exit(0)))
-    fa.start(device="cpu", timeout=4.0)
+        setattr(owner, name, lambda *_, **__: (time.sleep(2.5), os._exit(0)))
+    fa.start(device="cpu", timeout=6.0)
 
 
 @pytest.mark.long
