@@ -1,4 +1,4 @@
-"""The private names of torch for a process group that does not communicate, and for groups that end."""
+"""The private names of torch for process groups: one that does not communicate, their limits, their end."""
 
 # pyright: reportPrivateUsage=false
 # ruff: noqa: SLF001

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -190,18 +191,18 @@ def _meet(ranks: Ranks, address: str, port: int, limit: timedelta, identity: str
 
 def _met(meet: Callable[[], Any], ranks: Ranks, limit: timedelta) -> Any:
     """What `meet` returns. It runs in a thread: torch waits without a limit for a port that says nothing."""
-    outcome: list[Any] = []
+    met: Future[Any] = Future()
 
     def run() -> None:
         try:
-            outcome.extend([None, meet()])
+            met.set_result(meet())
         except Exception as error:
-            outcome.append(error)
+            met.set_exception(error)
 
-    thread = threading.Thread(target=run, name="fnaccel-join", daemon=True)
-    thread.start()
-    thread.join(limit.total_seconds() + GRACE)
-    if not outcome:
+    # no executor: it would wait for its thread as the process ends
+    threading.Thread(target=run, name="fnaccel-join", daemon=True).start()
+    wait([met], limit.total_seconds() + GRACE)
+    if not met.done():
         raise WorldError(
             f"rank {ranks.rank} could not join {ranks.size} ranks: {_address()} did not answer within "
             f"{limit.total_seconds():g} s",
@@ -209,10 +210,7 @@ def _met(meet: Callable[[], Any], ranks: Ranks, limit: timedelta) -> Any:
             fix="see whether rank 0 runs and was not stopped, and whether another program has its port. "
             f"If it has: {_OTHER_PORT.partition(': ')[2]}",
         )
-    error, *store = outcome
-    if error is not None:
-        raise error
-    return store[0]
+    return met.result()
 
 
 def _lower_debug_level(ranks: Ranks) -> None:

@@ -34,7 +34,7 @@ CORE = [
 MOST_NAMES = 289
 """Names of the core that tenants import beside what is public. They only sink."""
 
-MOST_LINES, MOST_STATEMENTS = 86_090, 47_312
+MOST_LINES, MOST_STATEMENTS = 86_087, 47_309
 """Of the package. A change that deletes lowers them, and a capability adds the lines that its issue names."""
 
 

@@ -20,7 +20,6 @@ LEAST, LEAST_RESULT = 1 << 22, 1 << 13
 """Multiplications of a product, and elements of its result, below which the call costs more than it saves."""
 
 _aten = torch.ops.aten
-_SCHEMA = "product(Tensor a, Tensor b, Tensor? bias) -> Tensor"
 
 
 @functools.cache
@@ -58,7 +57,8 @@ def replace(graph: fx.Graph) -> None:
             continue
         if not _gains(node.meta["val"], a.meta["val"]):
             continue
-        added = None if bias is None or bias.meta["val"].dim() == 1 else bias  # oneDNN takes a bias alone
+        is_bias = bias is None or bias.meta["val"].shape == node.meta["val"].shape[1:]
+        added = None if is_bias else bias  # oneDNN takes a number for each column alone
         with graph.inserting_before(node):
             new = graph.call_function(torch.ops.fnaccel.product.default, (a, b, None if added else bias))
             new.meta = dict(node.meta)
@@ -82,7 +82,7 @@ def _gains(result: Any, a: Any) -> bool:
 @functools.cache
 def _register() -> Any:
     library = torch.library.Library("fnaccel", "FRAGMENT")
-    library.define(_SCHEMA, tags=_torch.EXACT_STRIDES)
+    library.define("product(Tensor a, Tensor b, Tensor? bias) -> Tensor", tags=_torch.EXACT_STRIDES)
     library.impl("product", _product, "CPU")
     torch.library.register_fake(
         "fnaccel::product", lambda a, b, _: a.new_empty(len(a), b.shape[1]), lib=library
@@ -91,7 +91,6 @@ def _register() -> Any:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    dense = (
-        None if bias is None else bias.contiguous()
-    )  # it would read a bias with a stride as if it had none
+    # it would read a bias with a stride as if it had none
+    dense = None if bias is None else bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), dense, "none", [], "")
